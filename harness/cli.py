@@ -1,0 +1,338 @@
+"""The command line. Importing it is cheap: torch comes in only when a command runs cases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from harness import __version__
+from harness.case import nearest
+from harness.engines.api import ENGINE_NAMES
+from harness.judge import EXIT_HARNESS, EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_UNVERIFIED, EXIT_USAGE
+from harness.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from harness.engines.api import Engine
+    from harness.execute.pair import CaseResult, Pair
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Show that a change to TransformerEngine's FusedAttnFunc is behaviour-neutral, or where it is not.",
+)
+
+EXIT_CODES = (
+    "Exit codes: 0 neutral, 1 not neutral, 2 bad usage or input, 3 unverified (nothing executed, or a layout asked for "
+    "and not reached), 4 the harness itself failed."
+)
+
+Spec = Annotated[str, typer.Option(metavar="SPEC")]
+CONTROL_HELP = "The implementation trusted today: legacy, refactored, te, te==VERSION, a path, or package.module:Name."
+CANDIDATE_HELP = "The changed implementation; takes what --control takes."
+
+
+def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
+    """Print one message to standard error and leave with an exit code."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"harness: {message}", markup=False)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn what a user can put right into one message and exit 2, and a missing engine into exit 3."""
+    from harness.case import CaseError
+    from harness.engines.api import EngineUnavailable
+    from harness.execute.journal import JournalError
+    from harness.replay import ReplayError
+    from harness.report import ReportError
+    from harness.subjects.slicer import SliceError
+    from harness.subjects.source import SpecError
+
+    try:
+        yield
+    except (CaseError, JournalError, ReplayError, ReportError, SliceError, SpecError) as error:
+        fail(str(error))
+    except EngineUnavailable as error:
+        fail(str(error), EXIT_UNVERIFIED)
+
+
+def _check_layouts(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in LAYOUTS:
+            fail(f"layout={name!r} is unknown{nearest(name, LAYOUTS)}. The layouts are {', '.join(LAYOUTS)}")
+    return list(dict.fromkeys(names))
+
+
+def _check_engine(name: str) -> str:
+    if name not in ENGINE_NAMES:
+        fail(f"engine={name!r} is unknown{nearest(name, ENGINE_NAMES)}. The engines are {', '.join(ENGINE_NAMES)}")
+    return name
+
+
+@app.command(epilog=EXIT_CODES)
+def run(
+    control: Annotated[str, typer.Option(metavar="SPEC", help=CONTROL_HELP)] = "legacy",
+    candidate: Annotated[str, typer.Option(metavar="SPEC", help=CANDIDATE_HELP)] = "refactored",
+    layout: Annotated[list[str] | None, typer.Option(help="A qkv_layout, by its exact name; may be repeated. "
+                                                     "Default: all.")] = None,
+    engine: Annotated[str, typer.Option(help="auto, reference or cudnn; auto takes cudnn where it runs.")] = "auto",
+    cases: Annotated[int, typer.Option(metavar="N", help="How many cases to execute.")] = 200,
+    seed: Annotated[int, typer.Option(metavar="S", help="Draws every case and every tensor.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the reports go. "
+                                             "Default: a new folder under reports/.")] = None,
+) -> None:  # fmt: skip
+    """Run control and candidate on generated cases, compare all that can be seen of them, and give a verdict."""
+    layouts = _check_layouts(layout or [])
+    _check_engine(engine)
+    if cases < 1:
+        fail(f"cases={cases} is out of range; --cases takes 1 or more, since a run of none shows nothing")
+    if not 0 <= seed < 2**31:
+        fail(f"seed={seed} is out of range; --seed takes 0 to {2**31 - 1}")
+    folder = _new_folder(out)
+    with clear_errors():
+        pair, sources, chosen = _load(control, candidate, engine)
+        raise typer.Exit(_execute(pair, sources, chosen, folder, layouts, cases, seed))
+
+
+def _new_folder(out: Path | None) -> Path:
+    folder = out if out is not None else Path("reports") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "journal.jsonl").exists():
+            fail(f"out={folder} holds a run already; name another folder, so that nothing is lost")
+        probe = folder / ".write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        fail(f"out={folder} cannot be written: {error.strerror}; name another folder with --out")
+    return folder
+
+
+def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[str, Any], Engine]:
+    from harness.engines.api import get_engine
+    from harness.subjects.source import resolve
+
+    sources = {"control": resolve(control), "candidate": resolve(candidate)}  # before torch: a wrong spec fails at once
+    from harness.execute.pair import Pair
+    from harness.subjects.subject import LoadError
+
+    engine = get_engine(engine_name)
+    try:
+        return Pair(sources["control"], sources["candidate"], engine), sources, engine
+    except LoadError as error:
+        fail(str(error))
+
+
+def _execute(
+    pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, layouts: list[str], cases: int, seed: int
+) -> int:
+    from harness.execute.campaign import Campaign, Plan, started
+    from harness.execute.journal import Journal
+    from harness.report import write_reports
+    from harness.report.terminal import print_results
+
+    console = Console(highlight=False)
+    begin = time.monotonic()
+    harness_error: str | None = None
+    with Journal(folder) as journal:
+        journal.write({
+            "event": "start",
+            "schema": 1,
+            "harness": __version__,
+            "control": sources["control"].describe(),
+            "candidate": sources["candidate"].describe(),
+            "engine": engine.name,
+            "environment": engine.environment(),
+            "seed": seed,
+            "asked": {"layouts": layouts},
+            "cases_asked": cases,
+            "started": started(),
+        })  # fmt: skip
+        describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
+        plan = Plan(layouts or list(LAYOUTS), cases, seed)
+        try:
+            with _progress(console, cases) as progress:
+                Campaign(plan, pair, journal, folder, describe, progress).run()
+        except KeyboardInterrupt:
+            harness_error = "the run was interrupted"
+        except Exception as error:  # a fault of the harness: the cases so far stay, and the verdict says so
+            import traceback
+
+            (folder / "harness_error.txt").write_text(traceback.format_exc())
+            harness_error = f"{type(error).__name__}: {error} (see harness_error.txt)"
+        journal.write({"event": "end", "seconds": time.monotonic() - begin, "harness_error": harness_error})
+    results = write_reports(folder)
+    print_results(results, console)
+    return int(results["exit_code"])
+
+
+@contextlib.contextmanager
+def _progress(console: Console, wanted: int) -> Iterator[Any]:
+    """Give a function that takes each result: a bar with counts on a terminal, now and then a plain line elsewhere."""
+    counts: dict[str, int] = {}
+
+    def tally(result: CaseResult) -> str:
+        name = "both raised" if result.both_raised and result.outcome == "match" else result.outcome
+        counts[name] = counts.get(name, 0) + 1
+        return "  ".join(f"{key} {value}" for key, value in counts.items())
+
+    from harness.judge import EXECUTED
+
+    if console.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("drawing cases", total=wanted)
+
+            def advance(result: CaseResult) -> None:
+                bar.update(task, advance=int(result.outcome in EXECUTED), description=tally(result))
+
+            yield advance
+        return
+    last = time.monotonic()
+
+    def line(result: CaseResult) -> None:
+        nonlocal last
+        text = tally(result)
+        if time.monotonic() - last >= 5:
+            last = time.monotonic()
+            console.print(text)
+
+    yield line
+
+
+@app.command(epilog=EXIT_CODES)
+def replay(
+    what: Annotated[str, typer.Argument(metavar="FILE_OR_ID", help="A case's JSON file, or the id of a case.")],
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run that an id belongs to. "
+                                             "Default: the newest under reports/ that has it.")] = None,
+    control: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: as in the run, else legacy.")] = None,
+    candidate: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: as in the run, else "
+                                                  "refactored.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Default: as in the run, else auto.")] = None,
+    script: Annotated[bool, typer.Option("--script", help="Print a Python script that shows the case with torch and "
+                                         "the two sources alone.")] = False,
+) -> None:  # fmt: skip
+    """Run one case again and show every difference."""
+    from harness.replay import describe_subject, find
+    from harness.replay import script as write_script
+
+    with clear_errors():
+        stored = find(what, run)
+        chosen = _check_engine(engine or stored.engine or "auto")
+        pair, sources, loaded = _load(
+            control or stored.control or "legacy", candidate or stored.candidate or "refactored", chosen
+        )
+        if script:
+            subjects = [describe_subject(source) for source in sources.values()]
+            sys.stdout.write(write_script(stored.case, subjects[0], subjects[1], loaded.name))
+            return
+        result = pair.run(stored.case)
+    raise typer.Exit(_show(result, sources, loaded))
+
+
+def _show(result: CaseResult, sources: dict[str, Any], engine: Engine) -> int:
+    from harness.report.describe import describe_case
+
+    console = Console(highlight=False, soft_wrap=True)
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, markup=False, style=style)
+
+    say(f"case {result.case.id}: {describe_case(result.case.to_dict())}")
+    say(f"control {sources['control'].spec}, candidate {sources['candidate'].spec}, engine {engine.name}")
+    if result.both_raised and result.outcome == "match":
+        say("match: both sides raised alike; no numbers were compared", "yellow")
+    else:
+        style = {"match": "green", "difference": "red", "crash": "red"}.get(result.outcome, "yellow")
+        say(f"{result.outcome}{': ' + result.reason if result.reason else ''}", style)
+    for noise in result.noise:
+        say(f"  noise of the control itself on {noise.path}: up to {noise.spread:.3g}")
+    for difference in result.differences:
+        say(f"  {difference.path}  [{difference.kind}]  {difference.message}")
+        say(f"    control   {json.dumps(difference.control)}")
+        say(f"    candidate {json.dumps(difference.candidate)}")
+    for note in result.notes:
+        say(f"  note: {note}")
+    codes = {"match": EXIT_NEUTRAL, "noisy": EXIT_NEUTRAL, "intended": EXIT_NEUTRAL, "unsupported": EXIT_UNVERIFIED,
+             "error": EXIT_HARNESS}  # fmt: skip
+    if result.both_raised and result.outcome == "match":
+        return EXIT_UNVERIFIED
+    return codes.get(result.outcome, EXIT_NOT_NEUTRAL)
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, with its journal.jsonl.")],
+) -> None:
+    """Make all reports of a run again, from its journal alone, and show the verdict."""
+    from harness.report import write_reports
+    from harness.report.terminal import print_results
+
+    with clear_errors():
+        results = write_reports(directory)
+        print_results(results, Console(highlight=False))
+    raise typer.Exit(int(results["exit_code"]))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine can check, engine by engine, and what stands in the way of the rest."""
+    from harness.doctor import diagnose
+
+    console = Console(highlight=False, soft_wrap=True)
+    working = []
+    for name in ("reference", "cudnn"):
+        diagnosis = diagnose(name)
+        console.print(f"engine {name}: {'works' if diagnosis.available.works else 'not here'}",
+                      style="green" if diagnosis.available.works else "yellow", markup=False)  # fmt: skip
+        if not diagnosis.available.works:
+            console.print(f"  {diagnosis.available.reason}", markup=False)
+            continue
+        working.append(name)
+        if name == "reference":
+            console.print("  shows what the code around the kernels does; it is no evidence about kernels")
+        for key, value in diagnosis.environment.items():
+            console.print(f"  {key}: {value}", markup=False)
+        for title, findings in (("layouts", diagnosis.layouts), ("features", diagnosis.features)):
+            can = [finding.what for finding in findings if finding.works]
+            console.print(f"  {title}, {len(can)} of {len(findings)}: {', '.join(can)}", markup=False)
+            for finding in findings:
+                if not finding.works:
+                    console.print(f"    not {finding.what}: {finding.reason}", markup=False, style="dim")
+    console.print(f"`harness run` uses {'cudnn' if 'cudnn' in working else 'reference'} by default", markup=False)
+    if not working:
+        raise typer.Exit(EXIT_HARNESS)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+    = False,
+) -> None:  # fmt: skip
+    """Show that a change to TransformerEngine's FusedAttnFunc is behaviour-neutral, or where it is not."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

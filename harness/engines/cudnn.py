@@ -1,0 +1,201 @@
+"""The cuDNN engine: the seam bound to the installed TransformerEngine, on a GPU. Written for 2.19 and 2.20."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.case import causal
+from harness.engines.api import EngineUnavailable
+
+if TYPE_CHECKING:
+    from harness.case import Case
+
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+
+SEAM_HOMES: dict[str, str] = {
+    "fused_attn_fwd": "transformer_engine.pytorch.cpp_extensions.fused_attn",
+    "fused_attn_bwd": "transformer_engine.pytorch.cpp_extensions.fused_attn",
+    "FusedAttnBackend": "transformer_engine.pytorch.cpp_extensions.fused_attn",
+    "combine_and_quantize": _ATTENTION,
+    "combine_and_dequantize": _ATTENTION,
+    "mxfp8_quantize_fast_path": _ATTENTION,
+    "print_quantizers": _ATTENTION,
+    "FP8GlobalStateManager": "transformer_engine.pytorch.quantization",
+    "Float8Quantizer": "transformer_engine.pytorch.tensor.float8_tensor",
+    "Float8CurrentScalingQuantizer": "transformer_engine.pytorch.tensor.float8_tensor",
+    "MXFP8Quantizer": "transformer_engine.pytorch.tensor.mxfp8_tensor",
+    "QuantizedTensorStorage": "transformer_engine.pytorch.quantized_tensor",
+    "prepare_for_saving": "transformer_engine.pytorch.quantized_tensor",
+    "restore_from_func_ctx": "transformer_engine.pytorch.quantized_tensor",
+    "NVTE_CPU_OFFLOAD_V1": "transformer_engine.pytorch.cpu_offload",
+    "is_cpu_offload_enabled": "transformer_engine.pytorch.cpu_offload",
+    "start_offload": "transformer_engine.pytorch.cpu_offload",
+    "mark_activation_offload": "transformer_engine.pytorch.cpu_offload",
+    "is_current_layer_offloaded": "transformer_engine.pytorch.cpu_offload_v1",
+    "is_graph_capturing": "transformer_engine.pytorch.graph",
+    "nvtx_range_push": "transformer_engine.pytorch.utils",
+    "nvtx_range_pop": "transformer_engine.pytorch.utils",
+    "get_nvtx_range_context": "transformer_engine.pytorch.utils",
+}
+"""Where TransformerEngine keeps each name. Source: the imports of its backends.py, 2.16 to 2.20."""
+
+
+class CudnnEngine:
+    """TransformerEngine's own kernels on the current CUDA device.
+
+    Raises EngineUnavailable where there is no GPU, no TransformerEngine, or one that cannot be imported.
+    """
+
+    name = "cudnn"
+    defines_padding = False
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise EngineUnavailable(
+                "engine=cudnn needs a CUDA GPU, and torch sees none. Run on a GPU machine, or use --engine reference, "
+                "which shows nothing about kernels"
+            )
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise EngineUnavailable("engine=cudnn needs TransformerEngine, which is not installed here. Install this "
+                                    "project with its gpu extra")  # fmt: skip
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+            self._tex: Any = importlib.import_module("transformer_engine_torch")
+            self._fused: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+            self._utils: Any = importlib.import_module(_ATTENTION)
+            self._constants: Any = importlib.import_module("transformer_engine.pytorch.constants")
+            self._seam = self._bind()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise EngineUnavailable(f"engine=cudnn: TransformerEngine is installed and cannot be imported: {error}. "
+                                    "It must be built for this torch and this CUDA") from error  # fmt: skip
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def _bind(self) -> dict[str, object]:
+        seam: dict[str, object] = {"dpa_utils": self._utils}
+        for name, home in SEAM_HOMES.items():
+            try:
+                seam[name] = getattr(importlib.import_module(home), name)
+            except AttributeError as error:
+                version = importlib.metadata.version("transformer_engine")
+                raise ImportError(f"TransformerEngine {version} has no {home}.{name}") from error
+        try:
+            seam["TensorOrQuantized"] = importlib.import_module(
+                "transformer_engine.pytorch.dynamo.custom_op"
+            ).TensorOrQuantized
+        except ImportError:  # 2.19 has no such module; an alias is all that an annotation needs
+            seam["TensorOrQuantized"] = torch.Tensor | Any
+        try:
+            seam["flash_attn_cuda_bwd"] = importlib.import_module("flash_attn_2_cuda").varlen_bwd
+        except ImportError:
+            seam["flash_attn_cuda_bwd"] = None
+        return seam
+
+    def seam(self) -> dict[str, object]:
+        """Return every name of the seam, bound to TransformerEngine's own."""
+        return dict(self._seam)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Return a CUDA generator with this seed."""
+        return torch.Generator(device=self.device).manual_seed(seed)
+
+    def unsupported(self, case: Case) -> str | None:
+        """Return TransformerEngine's refusal of the case, in its own words where it has some; None where it runs.
+
+        Two configurations are refused here though the selection admits them, because the kernel then works on memory
+        that is not what it takes it for.
+        """
+        if case.dtype not in ("bf16", "fp16"):
+            return f"dtype={case.dtype}: cuDNN fused attention takes fp16 and bf16"
+        backward = bool(case.requires_grad)
+        if case.has_bias and case.has_softmax_offset and backward:
+            return (
+                f"attn_bias_type={case.attn_bias_type} with softmax_type={case.softmax_type}: TransformerEngine "
+                "allocates the gradient of the bias in the shape of the softmax offset"
+            )
+        backend, message = self._select(case, case.is_training or backward)
+        if int(backend) == int(self._fused.FusedAttnBackend["F16_arbitrary_seqlen"]):
+            return None
+        return message or "TransformerEngine selects no fused attention backend (it gives no reason)"
+
+    def _select(self, case: Case, training: bool) -> tuple[Any, str]:
+        """Ask TransformerEngine which backend it would select, by the question that its version takes."""
+        fused = self._fused
+        kinds = {
+            "qkv_layout": fused.QKVLayout[case.qkv_layout],
+            "bias_type": fused.AttnBiasType[case.attn_bias_type],
+            "attn_mask_type": fused.AttnMaskType[case.attn_mask_type],
+            "softmax_type": fused.SoftmaxType[case.softmax_type],
+        }
+        dtype = self._constants.TE_DType[{"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]]
+        parameters = getattr(self._utils, "FusedAttentionParams", None)
+        if parameters is None:  # up to 2.19: nineteen values, an enum back
+            backend = self._tex.get_fused_attn_backend(
+                training, dtype, dtype, *kinds.values(), case.dropout_p, case.num_heads, case.num_gqa_groups,
+                case.max_seqlen_q, case.max_seqlen_kv, case.head_dim_qk, case.head_dim_v, *case.window_size,
+                case.return_max_logit, False, case.deterministic,
+            )  # fmt: skip
+            return backend, ""
+        from harness.inputs import bias_sizes
+
+        output_format = fused.QKVFormat[case.layout.q_format]
+        sizes = bias_sizes(case) if case.has_bias else (0, 0, 0, 0)
+        question = parameters(
+            is_training=training,
+            deterministic=case.deterministic,
+            return_max_logit=case.return_max_logit,
+            window_size_left=case.window_size[0],
+            window_size_right=case.window_size[1],
+            bottom_right_diagonal=bottom_right(case),
+            dropout=case.dropout_p,
+            attn_scale=case.attn_scale or case.head_dim_qk**-0.5,
+            **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), dtype),
+            dqkv_layout=kinds["qkv_layout"],
+            **kinds,
+            o_format=output_format,
+            do_format=output_format,
+            batch_size=case.batch_size,
+            num_attn_heads=case.num_heads,
+            num_gqa_groups=case.num_gqa_groups,
+            head_dim_qk=case.head_dim_qk,
+            head_dim_v=case.head_dim_v,
+            max_seqlen_q=case.max_seqlen_q,
+            max_seqlen_kv=case.max_seqlen_kv,
+            **dict(zip(("bias_batch_size", "bias_num_heads", "bias_seqlen_q", "bias_seqlen_kv"), sizes, strict=True)),
+        )
+        backend, message = self._tex.get_fused_attn_backend(question)
+        return backend, " ".join(str(message).split())
+
+    def environment(self) -> dict[str, str]:
+        """Return versions, the GPU and the environment variables that TransformerEngine reads."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformer_engine": importlib.metadata.version("transformer_engine"),
+            "cuda": str(torch.version.cuda),
+            "cudnn": _cudnn_version(self._tex),
+            "gpu": f"{properties.name} (sm{properties.major}{properties.minor})",
+            "gpus visible": str(torch.cuda.device_count()),
+            **{name: value for name, value in sorted(os.environ.items()) if name.startswith(("NVTE_", "CUDNN_"))},
+        }
+
+
+def bottom_right(case: Case) -> bool:
+    """Return the diagonal that the wrappers take where the caller leaves it open."""
+    if case.bottom_right_diagonal is not None:
+        return case.bottom_right_diagonal
+    return causal(case.attn_mask_type) and case.attn_mask_type.endswith("bottom_right")
+
+
+def _cudnn_version(tex: Any) -> str:
+    """Return the version of the cuDNN that TransformerEngine runs on, as 9.19.0."""
+    own: Any = getattr(tex, "get_cudnn_version", torch.backends.cudnn.version)
+    number = int(own() or 0)
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

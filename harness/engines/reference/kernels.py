@@ -1,0 +1,385 @@
+"""``fused_attn_fwd`` and ``fused_attn_bwd`` in plain PyTorch, with the contract of TransformerEngine's wrappers.
+
+Like the kernels, they read memory by the layout string, save what backward needs in the auxiliary list, and hand the
+bias and the softmax offset back as the very objects that came in. What they do not model yet (FP8, ragged batches,
+paged KV caches) raises EngineUnsupported from ``checks``; a later path branches off there.
+
+F16 and BF16 are computed in float32, FP32 and FP64 in float64; results are rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.engines.reference import addressing, attention, checks, masking, rng
+
+_FLOAT64_LIKE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The checked sizes and dtypes of one call; ``compute`` is what it is computed in, ``stats`` how that is saved."""
+
+    b: int
+    h: int
+    hg: int
+    sq: int
+    skv: int
+    d: int
+    d_v: int
+    dtype: torch.dtype
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float64 if self.dtype in _FLOAT64_LIKE else torch.float32
+
+    @property
+    def stats(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def q_sizes(self) -> dict[str, int]:
+        return {"b": self.b, "s": self.sq, "h": self.h, "d": self.d}
+
+    @property
+    def k_sizes(self) -> dict[str, int]:
+        return {"b": self.b, "s": self.skv, "h": self.hg, "d": self.d}
+
+    @property
+    def v_sizes(self) -> dict[str, int]:
+        return {"b": self.b, "s": self.skv, "h": self.hg, "d": self.d_v}
+
+    @property
+    def o_sizes(self) -> dict[str, int]:
+        return {"b": self.b, "s": self.sq, "h": self.h, "d": self.d_v}
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        return self.b, self.h, self.sq, self.skv
+
+    @property
+    def stats_shape(self) -> tuple[int, int, int, int]:
+        return self.b, self.h, self.sq, 1
+
+    @property
+    def offset_shape(self) -> tuple[int, int, int, int]:
+        return 1, self.h, 1, 1
+
+
+def _call(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtype: torch.dtype,
+) -> _Call:
+    """Gather the sizes; raise RuntimeError where heads or head dimensions do not fit together."""
+    call = _Call(
+        b=cu_seqlens_q.numel() - 1,
+        h=q.shape[-2],
+        hg=k.shape[-2],
+        sq=max_seqlen_q,
+        skv=max_seqlen_kv,
+        d=q.shape[-1],
+        d_v=v.shape[-1],
+        dtype=dtype,
+    )
+    if k.shape[-1] != call.d or v.shape[-2] != call.hg:
+        raise RuntimeError(
+            f"heads and head dimensions do not fit together: q {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}, "
+            f"v {tuple(v.shape[-2:])}"
+        )
+    if call.h % call.hg:
+        raise RuntimeError(f"{call.hg} key heads do not divide {call.h} query heads")
+    return call
+
+
+def _read_qkv(
+    call: _Call, layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    place_q, place_k, place_v = addressing.places(layout)
+    return (
+        addressing.read("q", q, place_q.part, call.q_sizes, call.compute),
+        addressing.read("k", k, place_k.part, call.k_sizes, call.compute),
+        addressing.read("v", v, place_v.part, call.v_sizes, call.compute),
+    )
+
+
+def _mask(
+    call: _Call,
+    attn_mask_type: str,
+    window: tuple[int, int],
+    bottom_right_diagonal: bool | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+) -> masking.Mask:
+    mask_type = masking.MASK_TYPES[attn_mask_type]
+    if bottom_right_diagonal is None:
+        bottom_right_diagonal = mask_type.bottom_right
+    return masking.build_mask(mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv, call.sq, call.skv)
+
+
+def _flat(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Read ``tensor`` as if it were contiguous with its own sizes."""
+    view = addressing.reinterpret(name, tensor, tensor.shape, addressing.contiguous_strides(tensor.shape))
+    return view.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _bias(
+    call: _Call, attn_bias_type: str, attn_bias: torch.Tensor | None, mask: masking.Mask, name: str
+) -> torch.Tensor | None:
+    """Return what is added to the scaled scores, broadcastable to [b, h, sq, skv], or None."""
+    if attn_bias_type == "alibi":
+        slopes = torch.tensor(masking.alibi_slopes(call.h), dtype=call.compute, device=mask.distance.device)
+        return slopes.view(1, -1, 1, 1) * mask.distance
+    if attn_bias is None:
+        return None
+    checks.broadcastable(name, attn_bias, call.scores)
+    return _flat(name, attn_bias, call.compute)
+
+
+def _offset(
+    call: _Call, softmax_type: str, offset: torch.Tensor | None, device: torch.device, name: str
+) -> torch.Tensor | None:
+    """Return the extra logit of each head [1, h, 1, 1], or None; off-by-one without a tensor is an offset of zero."""
+    if softmax_type == "vanilla":
+        return None
+    if offset is None:
+        return torch.zeros(call.offset_shape, dtype=call.compute, device=device)
+    checks.exact(name, offset, call.offset_shape, (torch.float32, torch.float64))
+    return _flat(name, offset, call.compute)
+
+
+def _dropout(call: _Call, rng_state: torch.Tensor, dropout: float) -> torch.Tensor | None:
+    """Return the factors that dropout puts on the probabilities: 0 or 1/(1-p), [b, h, sq, skv]."""
+    if dropout == 0.0:
+        return None
+    return rng.keep_mask(rng_state, call.scores, dropout).to(call.compute) / (1.0 - dropout)
+
+
+def fused_attn_fwd(
+    is_training: bool,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    fake_dtype: torch.dtype,
+    fused_attention_backend: Any,
+    attn_bias: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    page_table_k: torch.Tensor | None = None,
+    page_table_v: torch.Tensor | None = None,
+    s_quantizer: Any = None,
+    o_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
+    o_format: str = "sbhd",
+    qkv_scale_inv_format: str | None = None,
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right_diagonal: bool | None = None,
+    rng_gen: torch.Generator | None = None,
+    softmax_offset: torch.Tensor | None = None,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
+) -> tuple[Any, ...]:
+    """Run attention forward.
+
+    Returns (O, aux), or (O, aux, max_logit [h] in O's dtype) with ``return_max_logit``. O is fresh, in ``o_format``,
+    its last size v's; padded rows, and rows that see no key, are zero. aux is the log-sum-exp [b, h, max_seqlen_q, 1]
+    in fp32 (fp64 for fp64 inputs; -inf, or the offset, in rows that see no key), rng_state int64 [2], then the given
+    ``attn_bias`` and ``softmax_offset`` objects themselves where their types use them. The generator advances, dropout
+    or not; dropout itself acts only in training.
+
+    b is read from ``cu_seqlens_q``, both sequence lengths from the ``max_seqlen`` pair, head counts and dimensions
+    from the tensors' last two sizes, every stride from ``qkv_layout``. Dense layouts have no use for the padded
+    cu_seqlens, the page tables and ``fast_zero_fill``.
+
+    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says. Source: the wrapper
+    around TransformerEngine's ``tex.fused_attn_fwd``.
+    """
+    if attn_scale is None:
+        attn_scale = 1.0 / math.sqrt(q.shape[-1])
+    checks.bias(attn_bias_type, attn_bias, q.dtype)
+    backend = checks.backend(fused_attention_backend)
+    addressing.check_layout("qkv_layout", qkv_layout)
+    addressing.check_format("o_format", o_format)
+    addressing.check_format("qkv_scale_inv_format", qkv_scale_inv_format, optional=True)
+    checks.strings(attn_bias_type, attn_mask_type, softmax_type)
+    checks.not_fp8(backend, {"s_quantizer": s_quantizer, "o_quantizer": o_quantizer})
+    window = checks.arguments(
+        window_size,
+        {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
+        {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "q": q, "k": k, "v": v},
+    )
+    checks.dense({"qkv_layout": qkv_layout}, {"o_format": o_format})
+    dtype = checks.dtypes({"q": q, "k": k, "v": v})
+    checks.configuration(attn_bias_type, attn_mask_type, dropout)
+    if softmax_type == "learnable" and softmax_offset is None:
+        raise RuntimeError("softmax_type='learnable' needs softmax_offset, which is None")
+
+    call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
+    used_bias = None if attn_bias_type in checks.NO_BIAS_TENSOR else attn_bias
+    used_offset = None if softmax_type == "vanilla" else softmax_offset
+    mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
+    read_q, read_k, read_v = _read_qkv(call, qkv_layout, q, k, v)
+    bias = _bias(call, attn_bias_type, used_bias, mask, "attn_bias")
+    offset = _offset(call, softmax_type, used_offset, q.device, "softmax_offset")
+    rng_state = rng.draw(rng_gen, q.device)  # last of what can fail: a refused call leaves the generator alone
+    factors = _dropout(call, rng_state, dropout if is_training else 0.0)
+    result = attention.forward(read_q, read_k, read_v, attention.Softmax(attn_scale, mask, bias, offset, factors))
+
+    output = addressing.write(result.output, o_format, call.dtype)
+    aux = [result.stats.to(call.stats), rng_state]
+    aux += [tensor for tensor in (used_bias, used_offset) if tensor is not None]
+    if return_max_logit:
+        return output, aux, result.max_logit.to(call.dtype)
+    return output, aux
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    d_o: torch.Tensor,
+    fake_dtype: torch.dtype,
+    aux_ctx_tensors: list[torch.Tensor],
+    fused_attention_backend: Any,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    s_quantizer: Any = None,
+    dp_quantizer: Any = None,
+    dqkv_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
+    o_format: str = "sbhd",
+    do_format: str = "sbhd",
+    dqkv_layout: str = "sbh3d",
+    qkv_scale_inv_format: str | None = None,
+    do_scale_inv_format: str | None = None,
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right_diagonal: bool | None = None,
+    deterministic: bool = False,
+    cuda_graph: bool = False,
+) -> list[torch.Tensor | None]:
+    """Run attention backward.
+
+    Returns five entries: dq, dk, dv in ``dqkv_layout``, d_bias in q's dtype or None, d_softmax_offset fp32 (fp64 for
+    fp64 inputs) [1, h, 1, 1] or None. All are fresh; interleaved layouts get strided views of one buffer. The softmax
+    statistics come from aux[0], the dropout mask from aux[1] whenever ``dropout`` is not 0, the bias from aux[2], the
+    softmax offset from the last entry. No generator is touched.
+
+    Two oddities of the real kernels are kept. d_bias takes the shape of the last auxiliary entry: with a softmax
+    offset there, it is zeros of the offset's shape. And no kernel writes the d_bias of a [1, 1, 1, skv] bias, whose
+    buffer is uninitialized there and NaN here, so that nobody can rely on it.
+
+    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says; RuntimeError also
+    for a paged layout and for auxiliary tensors that are missing or of the wrong kind. Source: the wrapper around
+    TransformerEngine's ``tex.fused_attn_bwd``.
+    """
+    if attn_scale is None:
+        attn_scale = 1.0 / math.sqrt(q.shape[-1])
+    backend = checks.backend(fused_attention_backend)
+    if len(aux_ctx_tensors) < 1:
+        raise ValueError("aux_ctx_tensors is empty; it must hold at least the softmax statistics and rng_state")
+    for name, layout in (("qkv_layout", qkv_layout), ("dqkv_layout", dqkv_layout)):
+        addressing.check_layout(name, layout)
+    for name, fmt in (("o_format", o_format), ("do_format", do_format)):
+        addressing.check_format(name, fmt)
+    addressing.check_format("qkv_scale_inv_format", qkv_scale_inv_format, optional=True)
+    addressing.check_format("do_scale_inv_format", do_scale_inv_format, optional=True)
+    checks.strings(attn_bias_type, attn_mask_type, softmax_type)
+    checks.not_fp8(
+        backend, {"s_quantizer": s_quantizer, "dp_quantizer": dp_quantizer, "dqkv_quantizer": dqkv_quantizer}
+    )
+    window = checks.arguments(
+        window_size,
+        {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
+        {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "q": q, "k": k, "v": v, "o": o, "d_o": d_o}
+        | {f"aux_ctx_tensors[{index}]": tensor for index, tensor in enumerate(aux_ctx_tensors)},
+    )
+    for name, layout in (("qkv_layout", qkv_layout), ("dqkv_layout", dqkv_layout)):
+        if layout.startswith(addressing.PAGED):
+            raise RuntimeError(f"{name}={layout!r}: there is no backward with a paged KV cache")
+    checks.dense({"qkv_layout": qkv_layout, "dqkv_layout": dqkv_layout}, {"o_format": o_format, "do_format": do_format})
+    dtype = checks.dtypes({"q": q, "k": k, "v": v, "o": o, "d_o": d_o})
+    checks.configuration(attn_bias_type, attn_mask_type, dropout)
+
+    call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
+    stats, rng_state, aux_bias, aux_offset = _unpack_aux(call, aux_ctx_tensors, attn_bias_type, softmax_type)
+    mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
+    read_q, read_k, read_v = _read_qkv(call, qkv_layout, q, k, v)
+    bias = _bias(call, attn_bias_type, aux_bias, mask, "aux_ctx_tensors[2]")
+    offset = _offset(call, softmax_type, aux_offset, q.device, "aux_ctx_tensors[-1]")
+    grads = attention.backward(
+        read_q,
+        read_k,
+        read_v,
+        addressing.read("o", o, o_format, call.o_sizes, call.compute),
+        addressing.read("d_o", d_o, do_format, call.o_sizes, call.compute),
+        _flat("aux_ctx_tensors[0]", stats, call.compute),
+        attention.Softmax(attn_scale, mask, bias, offset, _dropout(call, rng_state, dropout)),
+    )
+
+    results: list[torch.Tensor | None] = []
+    results += addressing.write_packed((grads.q, grads.k, grads.v), dqkv_layout, call.dtype)
+    results.append(None if aux_bias is None else _d_bias(call, grads.scores, aux_bias, aux_ctx_tensors[-1]))
+    results.append(None if grads.offset is None else grads.offset.to(call.stats))
+    return results
+
+
+def _unpack_aux(
+    call: _Call, aux: Sequence[torch.Tensor], attn_bias_type: str, softmax_type: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return statistics, rng_state, bias and softmax offset; raise RuntimeError where one is missing or another thing.
+
+    An off-by-one softmax may come without an offset, as in forward.
+    """
+    has_bias = attn_bias_type not in checks.NO_BIAS_TENSOR
+    without_offset = 2 + has_bias
+    wanted = without_offset + (softmax_type == "learnable")
+    if len(aux) < wanted:
+        raise RuntimeError(
+            f"aux_ctx_tensors has {len(aux)} entries; attn_bias_type={attn_bias_type!r} and "
+            f"softmax_type={softmax_type!r} need {wanted}"
+        )
+    checks.exact("aux_ctx_tensors[0]", aux[0], call.stats_shape, (torch.float32, torch.float64))
+    checks.exact("aux_ctx_tensors[1]", aux[1], (2,), (torch.int64,))
+    if has_bias and aux[2].dtype != call.dtype:
+        raise RuntimeError(f"aux_ctx_tensors[2].dtype={aux[2].dtype} is not that of q, {call.dtype}")
+    offset = aux[-1] if softmax_type != "vanilla" and len(aux) > without_offset else None
+    return aux[0], aux[1], aux[2] if has_bias else None, offset
+
+
+def _d_bias(call: _Call, grad_scores: torch.Tensor, bias: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the bias's gradient in the shape of the last auxiliary entry, with the oddities that backward keeps."""
+    if last.shape != bias.shape:
+        return torch.zeros(last.shape, dtype=call.dtype, device=bias.device)
+    if tuple(bias.shape[:3]) == (1, 1, 1):
+        return torch.full(bias.shape, torch.nan, dtype=call.dtype, device=bias.device)
+    return grad_scores.sum_to_size(*bias.shape).to(call.dtype)

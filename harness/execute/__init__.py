@@ -1,0 +1,3 @@
+"""Running cases and writing down what came of each."""
+
+from __future__ import annotations

@@ -1,0 +1,145 @@
+"""From differences to outcomes, from outcomes to a verdict and an exit code. Pure: no torch, no clock, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.compare import Difference
+
+Outcome = Literal["match", "difference", "intended", "noisy", "unsupported", "crash", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("match", "difference", "intended", "noisy", "unsupported", "crash", "error")
+EXECUTED: frozenset[Outcome] = frozenset({"match", "difference", "intended", "noisy", "crash"})
+FINDINGS: frozenset[Outcome] = frozenset({"difference", "crash"})
+
+VerdictName = Literal["neutral", "not neutral", "unverified"]
+EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_USAGE, EXIT_UNVERIFIED, EXIT_HARNESS = 0, 1, 2, 3, 4
+
+NOISE_FACTOR = 8.0
+"""How many times the control's own spread the candidate may be away on a noisy path before it is a difference.
+
+The spread is the largest seen over a handful of runs of the control, so it is an underestimate; on a path where the
+control does not repeat itself, eight times its spread is still far below what a wrong argument does to the value.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far the control was from itself on a path: the largest absolute distance over its own runs."""
+
+    path: str
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one case came to: the outcome, what differs beyond noise, what was noise, and why where that needs words."""
+
+    outcome: Outcome
+    differences: tuple[Difference, ...] = ()
+    noise: tuple[Noise, ...] = ()
+    reason: str | None = None
+
+
+def unstable(control_against_itself: Iterable[Sequence[Difference]]) -> list[Difference]:
+    """Return where the control disagrees with itself in more than the values of tensors.
+
+    Such a control is no ground to stand on: an alias, a shape or an exception that comes and goes is not noise.
+    """
+    return [
+        difference
+        for differences in control_against_itself
+        for difference in differences
+        if difference.kind != "value" or difference.distance is None
+    ]
+
+
+def judge(differences: Sequence[Difference], control_against_itself: Sequence[Sequence[Difference]]) -> Judgement:
+    """Return the outcome of one case.
+
+    ``differences`` are the candidate's against the control, ``control_against_itself`` those of each further run of
+    the control against its first. On a path where the control was noisy the candidate may be as far from the control
+    as NOISE_FACTOR times the control's own spread, and the case is ``noisy``, never ``match``. Calls into the seam
+    have no noise of their own: a call's argument is judged noisy only where the control's own was.
+    """
+    shaky = unstable(control_against_itself)
+    if shaky:
+        return Judgement(
+            "error",
+            reason=f"the control disagrees with itself on {shaky[0].path} ({shaky[0].kind}: {shaky[0].message}), so "
+            "nothing can be said about the candidate",
+        )
+    spread: dict[str, float] = {}
+    for own in control_against_itself:
+        for difference in own:
+            assert difference.distance is not None
+            spread[difference.path] = max(spread.get(difference.path, 0.0), difference.distance.largest_absolute)
+    real = tuple(difference for difference in differences if not _within_noise(difference, spread))
+    noise = tuple(Noise(path, value) for path, value in spread.items())
+    if real:
+        return Judgement("difference", real, noise)
+    return Judgement("noisy" if noise else "match", (), noise)
+
+
+def _within_noise(difference: Difference, spread: Mapping[str, float]) -> bool:
+    if difference.kind != "value" or difference.distance is None or difference.path not in spread:
+        return False
+    return difference.distance.largest_absolute <= NOISE_FACTOR * spread[difference.path]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict of a run, its exit code and the reasons in words, the weightiest first."""
+
+    name: VerdictName
+    exit_code: int
+    reasons: tuple[str, ...]
+
+
+def empty_counts() -> dict[str, int]:
+    """Return the counts of a run or a lane, all zero: ``executed``, ``both_raised`` and one per outcome."""
+    return {"executed": 0, "match": 0, "both_raised": 0} | {name: 0 for name in OUTCOMES if name != "match"}
+
+
+def count(counts: dict[str, int], outcome: Outcome, both_raised: bool) -> None:
+    """Add one case to the counts. A case on which both sides raised alike counts as ``both_raised``, not as match."""
+    if both_raised and outcome == "match":
+        counts["both_raised"] += 1
+    else:
+        counts[outcome] += 1
+    counts["executed"] += outcome in EXECUTED
+
+
+def reached(counts: Mapping[str, int]) -> bool:
+    """Whether numbers were compared: two sides that raise alike show that errors agree, and nothing about numbers."""
+    return counts["executed"] - counts["both_raised"] > 0
+
+
+def verdict(
+    counts: Mapping[str, int], asked: Mapping[str, Mapping[str, int]], harness_error: str | None = None
+) -> Verdict:
+    """Return the verdict of a run.
+
+    ``counts`` are the run's, ``asked`` those of each slice that was asked for by name. A finding outweighs all; then a
+    fault of the harness; then anything asked for and not reached; only then is the change neutral.
+    """
+    reasons: list[str] = []
+    if found := counts["difference"] + counts["crash"]:
+        reasons.append(f"{found} of {counts['executed']} executed cases differ")
+    faults = ([harness_error] if harness_error else []) + (
+        [f"{counts['error']} cases ended in a fault of the harness or the machine"] if counts["error"] else []
+    )
+    gaps = [f"{name} was asked for and not reached" for name, slice_ in asked.items() if not reached(slice_)]
+    if not counts["executed"]:
+        gaps.insert(0, "no case was executed")
+    elif not reached(counts):
+        gaps.insert(0, "both sides raised on every executed case, so no numbers were compared")
+    reasons += faults + gaps
+    if found:
+        return Verdict("not neutral", EXIT_NOT_NEUTRAL, tuple(reasons))
+    if faults:
+        return Verdict("unverified", EXIT_HARNESS, tuple(reasons))
+    if gaps:
+        return Verdict("unverified", EXIT_UNVERIFIED, tuple(reasons))
+    return Verdict("neutral", EXIT_NEUTRAL, (f"no difference on {counts['executed']} executed cases",))

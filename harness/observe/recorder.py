@@ -1,0 +1,130 @@
+"""Turn tensors into values: what each one is to the caller, and which of its elements the kernel defines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from harness.inputs import Inputs, Live
+from harness.observe.values import Array, Observation, Plain, Value, plain
+
+Key = tuple[Any, ...]
+
+
+class Recorder:
+    """Collects one Observation.
+
+    A tensor is named by its memory, not by the Python object that carries it: the same storage seen with the same
+    offset, dtype, shape and stride is the same tensor, another view of that storage is not. Kernel results are held
+    until the observation ends, so that their memory cannot be given to another tensor that would then take their name.
+    """
+
+    def __init__(self, inputs: Inputs, live: Live, *, padding_defined: bool) -> None:
+        self.inputs = inputs
+        self.live = live
+        self.observation = Observation()
+        self._names: dict[Key, str] = {}
+        self._buffers = {_storage(buffer.flat): name for name, buffer in live.buffers.items()}
+        self._results: dict[int, str] = {}
+        self._held: list[torch.Tensor] = []
+        self._versions: dict[int, int] = {}
+        self._valid: dict[Key, torch.Tensor] = {}
+        self.padding_defined = padding_defined
+        for name, tensor in live.tensors.items():
+            self._names.setdefault(_key(tensor), f"input {name}")
+            self._versions[_storage(tensor)] = tensor._version
+        self._names.setdefault(_key(live.output_grad), "gradient of the output")
+        self._versions[_storage(live.output_grad)] = live.output_grad._version
+
+    def name(self, tensor: torch.Tensor, meaning: str, valid: torch.Tensor | None = None) -> None:
+        """Give a tensor that a kernel or the subject made a name; an input keeps its own."""
+        self._held.append(tensor)
+        self._names.setdefault(_key(tensor), meaning)
+        self._results.setdefault(_storage(tensor), meaning)
+        if valid is not None:
+            self._valid.setdefault(_key(tensor), valid)
+
+    def meaning(self, tensor: torch.Tensor) -> str:
+        """Return what a tensor is: a named one, a view of a buffer or of a named one, or ``fresh``."""
+        named = self._names.get(_key(tensor))
+        if named is not None:
+            return named
+        storage = _storage(tensor)
+        if storage in self._buffers:
+            name = self._buffers[storage]
+            offset = tensor.storage_offset() - self.live.buffers[name].margin
+            return f"view of buffer {name} at {offset}"
+        if storage in self._results:
+            return f"view of {self._results[storage]}"
+        return "fresh"
+
+    def array(self, tensor: torch.Tensor, valid: torch.Tensor | None = None, meaning: str | None = None) -> Array:
+        """Return the tensor as a value. An input's elements are left out while nothing has written to them."""
+        key = _key(tensor)
+        if meaning is None:
+            meaning = self.meaning(tensor)
+        untouched = self._versions.get(_storage(tensor)) == tensor._version and meaning.startswith("input ")
+        if valid is None:
+            valid = self._valid.get(key)
+        return Array(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            meaning,
+            None if untouched else tensor.detach().clone(),
+            valid,
+        )
+
+    def value(self, item: Any) -> Value:
+        """Return any argument or result as a value."""
+        if isinstance(item, torch.Tensor):
+            return self.array(item)
+        if isinstance(item, torch.Generator):
+            own = self.live.generator is not None and item is self.live.generator
+            return Plain("Generator", "the caller's own" if own else "another")
+        if isinstance(item, torch.dtype):
+            return Plain("dtype", str(item).removeprefix("torch."))
+        if hasattr(item, "name") and isinstance(getattr(item, "name", None), str):  # enum members, pybind ones too
+            return Plain("enum", item.name)
+        return plain(item)
+
+    def see(self, path: str, item: Any) -> None:
+        """Record anything under a path; a list or tuple with tensors in it is recorded item by item."""
+        if isinstance(item, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in item):
+            self.observation.plain(f"{path}/length", len(item))
+            for index, part in enumerate(item):
+                self.observation.see(f"{path}/{index}", self.value(part))
+        else:
+            self.observation.see(path, self.value(item))
+
+    def rows(self, side: str, layout_format: str) -> torch.Tensor | None:
+        """Return a mask over a [b, s, h, d] or [s, b, h, d] tensor that is true on real tokens; None where all are.
+
+        ``side`` is ``q`` or ``kv``; ``layout_format`` also takes ``stats``, which is [b, h, s, 1].
+        """
+        lengths = self.inputs.lengths_q if side == "q" else self.inputs.lengths_kv
+        case = self.inputs.case
+        longest = case.max_seqlen_q if side == "q" else case.max_seqlen_kv
+        if self.padding_defined or all(length == longest for length in lengths):
+            return None
+        device = self.live.output_grad.device
+        real = torch.arange(longest, device=device)[None, :] < torch.tensor(lengths, device=device)[:, None]
+        if layout_format == "stats":
+            return real[:, None, :, None]
+        return (real if layout_format.startswith("b") else real.t())[:, :, None, None]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _key(tensor: torch.Tensor) -> Key:
+    return (_storage(tensor), tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def bind(arguments: Mapping[str, Any], recorder: Recorder, path: str) -> None:
+    """Record the arguments of one call, each under its parameter's name."""
+    for name, item in arguments.items():
+        recorder.see(f"{path}/{name}", item)

@@ -1,0 +1,249 @@
+"""One pass of one subject over one case: forward, backward, and everything seen of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from harness.case import Case
+from harness.engines.api import Engine
+from harness.inputs import Inputs, Live
+from harness.observe.recorder import Recorder
+from harness.observe.seam import WatchedSeam
+from harness.observe.values import Observation
+from harness.subjects.subject import PARAMETERS, Subject
+
+FATAL = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)
+"""What a subject raises that says nothing about the subject: it is passed on, and the case is an ``error``."""
+
+
+def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam) -> Observation:
+    """Run a subject once on tensors of its own and return all that was seen.
+
+    Families of paths: ``output``, ``saved``, ``call``, ``calls``, ``aux``, ``backward`` (the raw results against the
+    inputs), ``grad`` (raw, by input), ``leaf`` (as accumulated), ``write`` (to the caller's memory), ``generator``,
+    ``exception``. Raises what FATAL names; every other exception of the subject is part of the observation.
+    """
+    case = inputs.case
+    own = engine.generator(case.seed + 1) if case.generator == "own" else None
+    live = inputs.fresh(own)
+    recorder = Recorder(inputs, live, padding_defined=engine.defines_padding)
+    seen = recorder.observation
+    raw: list[Any] = []
+    subject.on_backward.append(raw.append)
+    default = default_generator(engine.device)
+    try:
+        with _seeded(default, case.seed), seam.attached(recorder):
+            stage = "forward"
+            values = _values(case, live, seam)
+            try:
+                output = subject.call(values)
+                _see_outputs(recorder, output)
+                stage = "saved tensors"
+                _see_saved(recorder, output)
+                _see_generators(recorder, default, "after forward")
+                stage = "backward"
+                _backward(recorder, output)
+            except FATAL:
+                raise
+            except BaseException as error:
+                seen.plain("exception/stage", stage)
+                seen.plain("exception/type", type(error).__name__)
+                seen.plain("exception/message", normalise(str(error), subject.tensor_inputs(values)))
+            _see_raw(recorder, subject, raw)
+            _see_leaves(recorder)
+            _see_generators(recorder, default, "after backward")
+            for name, change in inputs.changes(live).items():
+                seen.plain(f"write/{name}", change)
+    finally:
+        subject.on_backward.clear()
+    return seen
+
+
+def _values(case: Case, live: Live, seam: WatchedSeam) -> dict[str, Any]:
+    """Return the value of every parameter that any version of the function takes, by TransformerEngine's name."""
+    backend: Any = seam.names["FusedAttnBackend"]
+    return {
+        **dict.fromkeys(PARAMETERS),  # absent tensors are None
+        **live.tensors,
+        "is_training": case.is_training,
+        "max_seqlen_q": case.max_seqlen_q,
+        "max_seqlen_kv": case.max_seqlen_kv,
+        "attn_scale": case.attn_scale,
+        "dropout_p": case.dropout_p,
+        "fast_zero_fill": case.fast_zero_fill,
+        "qkv_layout": case.qkv_layout,
+        "attn_bias_type": case.attn_bias_type,
+        "attn_mask_type": case.attn_mask_type,
+        "softmax_type": case.softmax_type,
+        "window_size": case.window_size,
+        "bottom_right_diagonal": case.bottom_right_diagonal,
+        "rng_gen": live.generator,
+        "fused_attention_backend": backend["F16_arbitrary_seqlen"],
+        "use_FAv2_bwd": False,
+        "fp8": False,
+        "deterministic": case.deterministic,
+        "fp8_output": False,
+        "bf16_backward": False,
+        "layer_number": case.layer_number,
+        "return_max_logit": case.return_max_logit,
+    }
+
+
+def _see_outputs(recorder: Recorder, output: Any) -> None:
+    seen, case = recorder.observation, recorder.inputs.case
+    seen.plain("output/type", type(output).__name__)
+    for index, item in enumerate(_items(output)):
+        valid = recorder.rows("q", case.layout.q_format) if index == 0 else None
+        if isinstance(item, torch.Tensor):
+            seen.see(f"output/{index}", recorder.array(item, valid))
+            seen.plain(f"output/{index}/requires_grad", item.requires_grad)
+            recorder.name(item, f"output {index}")
+        else:
+            recorder.see(f"output/{index}", item)
+
+
+def _items(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+def _see_saved(recorder: Recorder, output: Any) -> None:
+    """Record the tensors that autograd keeps for backward, by what each is: the position is spelling."""
+    node = next((item.grad_fn for item in _items(output)
+                 if isinstance(item, torch.Tensor) and item.grad_fn is not None), None)  # fmt: skip
+    if node is None:
+        recorder.observation.plain("saved/count", None)
+        return
+    saved = [tensor for tensor in node.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
+    recorder.observation.plain("saved/count", len(saved))
+    counts: dict[str, int] = {}
+    for tensor in saved:
+        array = recorder.array(tensor)
+        what = array.meaning
+        if what == "fresh":
+            what = f"fresh {array.dtype} {'x'.join(map(str, array.shape))}"
+        counts[what] = counts.get(what, 0) + 1
+        again = f" (copy {counts[what]})" if counts[what] > 1 else ""
+        recorder.observation.see(f"saved/{what.removeprefix('input ')}{again}", array)
+
+
+def _backward(recorder: Recorder, output: Any) -> None:
+    first = _items(output)[0]
+    if not (isinstance(first, torch.Tensor) and first.requires_grad):
+        return
+    torch.autograd.backward([first], [recorder.live.output_grad])
+
+
+def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
+    """Record what the function's own ``backward`` returned, before autograd drops, casts or adds anything."""
+    seen = recorder.observation
+    seen.plain("backward/calls", len(raw))
+    if not raw:
+        return
+    result = raw[0]
+    results = result if isinstance(result, tuple) else (result,)
+    names = subject.convention.parameters
+    surplus = len(results) - len(names)
+    # Autograd fills parameters left at their default in with None, so a missing None at the end is not a deficit.
+    seen.plain("backward/results beyond the inputs", surplus)
+    elsewhere = [
+        names[index] if index < len(names) else f"beyond input {len(names)}"
+        for index, item in enumerate(results)
+        if item is not None and (index >= len(names) or names[index] not in GRADIENTS)
+    ]
+    seen.plain("backward/gradients for what has none", elsewhere)
+    for name in GRADIENTS:
+        index = names.index(name)
+        item = results[index] if index < len(results) else None
+        if isinstance(item, torch.Tensor):
+            meaning = _shared(item, results, names)
+            array = recorder.array(item, _gradient_rows(recorder, name), meaning)
+            if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
+                array = replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
+            seen.see(f"grad/{name}", array)
+        else:
+            recorder.see(f"grad/{name}", item)
+
+
+GRADIENTS = ("q", "k", "v", "attn_bias", "softmax_offset")
+
+
+def _shared(item: torch.Tensor, results: tuple[Any, ...], names: tuple[str, ...]) -> str:
+    """Return which gradients lie in the same memory as this one, so that packed gradients stay packed."""
+    storage = item.untyped_storage().data_ptr()
+    together = [name for name, other in zip(names, results, strict=False)
+                if isinstance(other, torch.Tensor) and other.numel()
+                and other.untyped_storage().data_ptr() == storage]  # fmt: skip
+    return "gradient in a buffer of " + ", ".join(name for name in GRADIENTS if name in together)
+
+
+def _gradient_rows(recorder: Recorder, name: str) -> torch.Tensor | None:
+    layout = recorder.inputs.case.layout
+    if name == "q":
+        return recorder.rows("q", layout.q_format)
+    return recorder.rows("kv", layout.kv_format) if name in ("k", "v") else None
+
+
+def _see_leaves(recorder: Recorder) -> None:
+    """Record the gradients that the caller finds on its own tensors."""
+    layout = recorder.inputs.case.layout
+    for name, leaf in recorder.live.leaves.items():
+        gradient = leaf.grad
+        if gradient is None:
+            recorder.observation.plain(f"leaf/{name}", None)
+            continue
+        if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
+            continue
+        valid = None
+        if name in ("q", "k", "v", "qkv", "kv"):
+            rows = recorder.rows("q" if name in ("q", "qkv") else "kv",
+                                 layout.q_format if name in ("q", "qkv") else layout.kv_format)  # fmt: skip
+            valid = rows[..., None] if rows is not None and gradient.dim() == 5 else rows
+        recorder.observation.see(f"leaf/{name}", recorder.array(gradient, valid, "gradient"))
+
+
+def _see_generators(recorder: Recorder, default: torch.Generator, when: str) -> None:
+    for name, generator in (("default", default), ("own", recorder.live.generator)):
+        if generator is not None:
+            recorder.observation.see(f"generator/{name}/{when}",
+                                     recorder.array(generator.get_state(), meaning="state"))  # fmt: skip
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that ``rng_gen=None`` means on a device."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+@contextmanager
+def _seeded(generator: torch.Generator, seed: int) -> Iterator[None]:
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def normalise(message: str, tensor_inputs: Sequence[str]) -> str:
+    """Return an exception's message without what differs from run to run or with the calling convention.
+
+    Addresses go. Autograd names a gradient by its index among the tensor inputs, which another signature moves; the
+    input's name takes its place.
+    """
+
+    def named(match: re.Match[str]) -> str:
+        index = int(match[1])
+        return f"for {tensor_inputs[index]}" if index < len(tensor_inputs) else match[0]
+
+    message = re.sub(r"at index (\d+)", named, message)
+    message = re.sub(r"0x[0-9a-fA-F]+", "0x…", message)
+    message = re.sub(r"harness_subject_[0-9a-f]+_\d+", "subject", message)
+    return message[:2000]

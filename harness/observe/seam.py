@@ -1,0 +1,124 @@
+"""Watch the seam: every call that a subject makes through it is recorded with all its arguments, by parameter name.
+
+By name, so that a value passed by position, by keyword or by default is the same value. Lists are copied when the call
+is made: a subject may change them afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from harness.observe.recorder import Recorder, bind
+
+WATCHED = (
+    "fused_attn_fwd",
+    "fused_attn_bwd",
+    "combine_and_quantize",
+    "combine_and_dequantize",
+    "mxfp8_quantize_fast_path",
+    "flash_attn_cuda_bwd",
+    "start_offload",
+    "mark_activation_offload",
+    "nvtx_range_push",
+    "nvtx_range_pop",
+    "get_nvtx_range_context",
+    "print_quantizers",
+)
+"""The seam's functions that do something. The rest only answer a question, and how often it is asked is spelling."""
+
+AUX_SLOTS = ("softmax_stats", "rng_state")
+
+
+class WatchedSeam:
+    """A seam whose calls are recorded while a recorder is attached, and pass through untouched otherwise."""
+
+    def __init__(self, seam: Mapping[str, object]) -> None:
+        self.recorder: Recorder | None = None
+        self.names: dict[str, object] = dict(seam)
+        self._counts: dict[str, int] = {}
+        self._sequence: list[str] = []
+        for name in WATCHED:
+            function = self.names.get(name)
+            if callable(function):
+                self.names[name] = self._watch(name, function)
+
+    @contextmanager
+    def attached(self, recorder: Recorder) -> Iterator[None]:
+        """Record every call made inside the block, and the order of all of them at its end."""
+        self.recorder, self._counts, self._sequence = recorder, {}, []
+        try:
+            yield
+        finally:
+            self.recorder = None
+            recorder.observation.plain("calls/sequence", self._sequence)
+
+    def _watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a compiled function without one: its arguments go by position
+            signature = inspect.signature(_anything)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder
+            if recorder is None:
+                return function(*args, **kwargs)
+            index = self._counts.get(name, 0)
+            self._counts[name] = index + 1
+            self._sequence.append(name)
+            path = f"call/{name}/{index}"
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:  # a call that does not fit: the function itself says so, and that is the observation
+                recorder.see(f"{path}/arguments", [type(item).__name__ for item in (*args, *kwargs.values())])
+                return function(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            if name == "fused_attn_bwd":
+                _see_aux(recorder, index, arguments.pop("aux_ctx_tensors"))
+            bind(arguments, recorder, path)
+            result = function(*args, **kwargs)
+            if name == "fused_attn_fwd":
+                _name_results(recorder, index, result)
+            return result
+
+        return watched
+
+
+def _anything(*args: Any) -> None:
+    """Stand for a function whose signature cannot be read."""
+
+
+def _see_aux(recorder: Recorder, index: int, aux: Any) -> None:
+    """Record the aux list as the backward kernel receives it, slot by slot."""
+    path = "aux" if index == 0 else f"aux/call {index}"
+    if not isinstance(aux, (list, tuple)):
+        recorder.see(path, aux)
+        return
+    recorder.observation.plain(f"{path}/length", len(aux))
+    for slot, item in enumerate(aux):
+        recorder.see(f"{path}/{slot}", item)
+
+
+def _name_results(recorder: Recorder, index: int, result: Any) -> None:
+    """Name what the forward kernel made, so that it is known again wherever it turns up."""
+    if not isinstance(result, (list, tuple)) or len(result) < 2:
+        return
+    case = recorder.inputs.case
+    call = "fused_attn_fwd" if index == 0 else f"fused_attn_fwd call {index}"
+    if isinstance(result[0], torch.Tensor):
+        recorder.name(result[0], f"output of {call}", recorder.rows("q", case.layout.q_format))
+    aux = result[1] if isinstance(result[1], (list, tuple)) else ()
+    for slot, tensor in enumerate(aux):
+        if isinstance(tensor, torch.Tensor):
+            label = AUX_SLOTS[slot] if slot < len(AUX_SLOTS) else f"aux {slot}"
+            recorder.name(tensor, f"{label} of {call}", recorder.rows("q", "stats") if slot == 0 else None)
+    for tensor in result[2:]:
+        if isinstance(tensor, torch.Tensor):
+            recorder.name(tensor, f"max_logit of {call}")

@@ -1,0 +1,351 @@
+"""The engine binds every name of the seam, with the signatures and the behaviour that the sources rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reference_problem import DENSE_LAYOUTS, SEAM
+
+from harness.case import Case
+from harness.engines.api import Engine
+from harness.engines.reference import EngineUnsupported, ReferenceEngine
+from harness.layouts import LAYOUTS
+
+NAMES = [
+    "fused_attn_fwd",
+    "fused_attn_bwd",
+    "FusedAttnBackend",
+    "dpa_utils",
+    "combine_and_quantize",
+    "combine_and_dequantize",
+    "mxfp8_quantize_fast_path",
+    "print_quantizers",
+    "FP8GlobalStateManager",
+    "Float8Quantizer",
+    "Float8CurrentScalingQuantizer",
+    "MXFP8Quantizer",
+    "QuantizedTensorStorage",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "TensorOrQuantized",
+    "NVTE_CPU_OFFLOAD_V1",
+    "is_cpu_offload_enabled",
+    "start_offload",
+    "mark_activation_offload",
+    "is_current_layer_offloaded",
+    "is_graph_capturing",
+    "nvtx_range_push",
+    "nvtx_range_pop",
+    "get_nvtx_range_context",
+    "flash_attn_cuda_bwd",
+]
+
+FORWARD = [
+    "is_training",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "q",
+    "k",
+    "v",
+    "fake_dtype",
+    "fused_attention_backend",
+    "attn_bias=None",
+    "cu_seqlens_q_padded=None",
+    "cu_seqlens_kv_padded=None",
+    "page_table_k=None",
+    "page_table_v=None",
+    "s_quantizer=None",
+    "o_quantizer=None",
+    "attn_scale=None",
+    "dropout=0.0",
+    "fast_zero_fill=True",
+    "qkv_layout='sbh3d'",
+    "o_format='sbhd'",
+    "qkv_scale_inv_format=None",
+    "attn_bias_type='no_bias'",
+    "attn_mask_type='padding'",
+    "softmax_type='vanilla'",
+    "window_size=(-1,-1)",
+    "bottom_right_diagonal=None",
+    "rng_gen=None",
+    "softmax_offset=None",
+    "return_max_logit=False",
+    "cuda_graph=False",
+]
+
+BACKWARD = [
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "q",
+    "k",
+    "v",
+    "o",
+    "d_o",
+    "fake_dtype",
+    "aux_ctx_tensors",
+    "fused_attention_backend",
+    "cu_seqlens_q_padded=None",
+    "cu_seqlens_kv_padded=None",
+    "s_quantizer=None",
+    "dp_quantizer=None",
+    "dqkv_quantizer=None",
+    "attn_scale=None",
+    "dropout=0.0",
+    "fast_zero_fill=True",
+    "qkv_layout='sbh3d'",
+    "o_format='sbhd'",
+    "do_format='sbhd'",
+    "dqkv_layout='sbh3d'",
+    "qkv_scale_inv_format=None",
+    "do_scale_inv_format=None",
+    "attn_bias_type='no_bias'",
+    "attn_mask_type='padding'",
+    "softmax_type='vanilla'",
+    "window_size=(-1,-1)",
+    "bottom_right_diagonal=None",
+    "deterministic=False",
+    "cuda_graph=False",
+]
+
+
+def signature(function: Any) -> list[str]:
+    result = []
+    for parameter in inspect.signature(function).parameters.values():
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace(" ", "")
+        result.append(parameter.name + default)
+    return result
+
+
+def test_every_name_of_the_seam_is_bound() -> None:
+    assert sorted(SEAM) == sorted(NAMES)
+    assert len(NAMES) == 26
+
+
+def test_the_table_is_fresh_each_time() -> None:
+    engine = ReferenceEngine()
+    engine.seam().clear()
+    assert len(engine.seam()) == 26
+
+
+def test_the_kernels_take_the_parameters_of_the_wrappers() -> None:
+    assert signature(SEAM["fused_attn_fwd"]) == FORWARD
+    assert signature(SEAM["fused_attn_bwd"]) == BACKWARD
+    assert (len(FORWARD), len(BACKWARD)) == (32, 33)
+
+
+def test_backends_are_found_by_name_and_number() -> None:
+    backend = SEAM["FusedAttnBackend"]
+    assert {name: int(backend[name]) for name in ("No_Backend", "F16_arbitrary_seqlen", "FP8")} == {
+        "No_Backend": -1,
+        "F16_arbitrary_seqlen": 1,
+        "FP8": 2,
+    }
+    with pytest.raises(KeyError):
+        backend["F32"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "formats"),
+    [
+        ("sb3hd", ("sbhd", "sbhd", "sbhd")),
+        ("bshd_bsh2d", ("bshd", "bshd", "bshd")),
+        ("thd_t2hd", ("thd", "thd", "thd")),
+        ("sbhd_bshd_bshd", ("sbhd_2bshd", "sbhd", "bshd")),
+        ("thd_sbhd_sbhd", ("thd_2sbhd", "thd", "sbhd")),
+        ("paged_kv_thd_bshd_bshd", ("thd_2bshd", "thd", "bshd")),
+        ("paged_kv_bshd_bshd_bshd", ("bshd", "bshd", "bshd")),
+        ("bhsd_bhsd_bhsd", ("bhsd", "bhsd", "bhsd")),
+    ],
+)
+def test_formats_are_the_letters_of_a_layout(layout: str, formats: tuple[str, str, str]) -> None:
+    assert SEAM["dpa_utils"].get_qkv_format(layout) == formats
+
+
+def test_formats_agree_with_the_layout_table() -> None:
+    for layout in LAYOUTS.values():
+        assert SEAM["dpa_utils"].get_qkv_format(layout.name)[1:] == (layout.q_format, layout.kv_format)
+    assert SEAM["dpa_utils"].get_qkv_format() == ("bshd", "bshd", "bshd")
+
+
+def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:
+    maybe_contiguous = SEAM["dpa_utils"].maybe_contiguous
+    tensor = torch.zeros(2, 3, 4)
+    assert maybe_contiguous(tensor.transpose(0, 1)).stride() == (4, 12, 1)
+    assert maybe_contiguous(tensor.transpose(1, 2)).stride() == (12, 3, 1)
+
+
+def delayed() -> Any:
+    return SEAM["Float8Quantizer"](torch.ones(()), torch.zeros(1))
+
+
+def test_there_are_no_quantizers_without_fp8() -> None:
+    assert SEAM["dpa_utils"].get_attention_quantizers(False, object()) == (None,) * 6
+
+
+def test_quantizers_are_found_by_their_place_and_flagged() -> None:
+    quantizers = {"scaling_fwd": [delayed() for _ in range(9)], "scaling_bwd": [delayed() for _ in range(6)]}
+    found = SEAM["dpa_utils"].get_attention_quantizers(True, quantizers)
+    forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
+    wanted = (forward[2], forward[3], forward[8], backward[0], backward[3], backward[5])
+    assert all(one is other for one, other in zip(found, wanted, strict=True))
+    assert [quantizer.internal for quantizer in found] == [False, False, True, False, False, True]
+    assert all(quantizer.rowwise_usage and not quantizer.columnwise_usage for quantizer in found)
+    assert forward[0].columnwise_usage
+
+
+def test_mxfp8_has_no_quantizers_for_the_probabilities() -> None:
+    make = SEAM["MXFP8Quantizer"]
+    quantizers = {"scaling_fwd": [make() for _ in range(9)], "scaling_bwd": [make() for _ in range(6)]}
+    qkv, o, s, dqkv, do, dp = SEAM["dpa_utils"].get_attention_quantizers(True, quantizers)
+    assert s is None
+    assert dp is None
+    assert [q.columnwise_usage for q in (qkv, o, dqkv, do)] == [True, False, False, False]
+    assert [q.optimize_for_gemm for q in (qkv, o, dqkv, do)] == [True, False, False, True]
+
+
+def test_a_quantizer_of_another_kind_is_refused() -> None:
+    quantizers = {"scaling_fwd": [delayed() for _ in range(9)], "scaling_bwd": [object()] * 6}
+    with pytest.raises(TypeError, match="dQKV"):
+        SEAM["dpa_utils"].get_attention_quantizers(True, quantizers)
+
+
+class Pair(SEAM["QuantizedTensorStorage"]):
+    """A storage of two tensors that is no tensor itself."""
+
+    def __init__(self, first: torch.Tensor | None, second: torch.Tensor | None) -> None:
+        self.held: list[torch.Tensor | None] = [first, second]
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Pair]:
+        handed, self.held = self.held, [None, None]
+        return handed, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        self.held = tensors[:2]
+        return tensors[2:]
+
+
+def test_saving_expands_storages_and_restoring_puts_them_together() -> None:
+    a, b, c, d = (torch.full((1,), float(value)) for value in range(4))
+    pair = Pair(b, None)
+    saved, objects = SEAM["prepare_for_saving"](a, None, pair, c, d)
+    assert [id(tensor) for tensor in saved] == [id(t) for t in (a, None, b, None, c, d)]
+    assert objects == [None, None, pair, None, None]
+    assert pair.held == [None, None]
+    ctx = SimpleNamespace(saved_tensors=tuple(saved), tensor_objects=objects)
+    restored = SEAM["restore_from_func_ctx"](ctx)
+    assert [id(value) for value in restored] == [id(value) for value in (a, None, pair, c, d)]
+    assert pair.held == [b, None]
+    assert ctx.tensor_objects is None
+    with pytest.raises(AttributeError):
+        SEAM["restore_from_func_ctx"](ctx)
+
+
+def test_saving_works_within_autograd() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            saved, ctx.tensor_objects = SEAM["prepare_for_saving"](tensor, None)
+            ctx.save_for_backward(*saved)
+            return tensor * tensor
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            tensor, nothing = SEAM["restore_from_func_ctx"](ctx)
+            assert nothing is None
+            return 2 * tensor * grad
+
+    tensor = torch.tensor([3.0], requires_grad=True)
+    Twice.apply(tensor).backward()
+    assert tensor.grad == 6.0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("combine_and_quantize", ("bshd_bshd_bshd", None, None, None, None)),
+        ("combine_and_dequantize", ("bshd_bshd_bshd", None, None, None)),
+        ("mxfp8_quantize_fast_path", ([], "bshd")),
+    ],
+)
+def test_fp8_says_that_it_is_not_there(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(EngineUnsupported, match=name):
+        SEAM[name](*arguments)
+    assert SEAM[name] is getattr(SEAM["dpa_utils"], name)
+
+
+def test_quantizers_are_printed_only_where_debugging_is_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("forward", 1, delayed(), None, None, None, None, None)
+    SEAM["print_quantizers"](*arguments)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
+    SEAM["print_quantizers"](*arguments)
+    assert "QKV: Float8Quantizer scale=1.0 amax=[0.0]" in capsys.readouterr().out
+    SEAM["print_quantizers"]("forward", 2, *arguments[2:])
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_off_says_so() -> None:
+    assert SEAM["NVTE_CPU_OFFLOAD_V1"] is False
+    assert SEAM["is_cpu_offload_enabled"]() is False
+    assert SEAM["is_current_layer_offloaded"]() is False
+    assert SEAM["is_graph_capturing"]() is False
+    assert SEAM["flash_attn_cuda_bwd"] is None
+    assert SEAM["start_offload"](torch.zeros(1), offload_base_tensor=True) is None
+    assert SEAM["mark_activation_offload"](torch.zeros(1), None) is None
+    assert SEAM["nvtx_range_push"]("x") is None
+    assert SEAM["nvtx_range_pop"]() is None
+    assert SEAM["nvtx_range_pop"]("x") is None
+    with SEAM["get_nvtx_range_context"]("x"):
+        pass
+
+
+def test_the_recipe_is_delayed_scaling() -> None:
+    recipe = SEAM["FP8GlobalStateManager"].get_fp8_recipe()
+    assert (recipe.delayed(), recipe.float8_current_scaling(), recipe.mxfp8()) == (True, False, False)
+
+
+def test_the_engine_is_an_engine() -> None:
+    engine = ReferenceEngine()
+    assert isinstance(engine, Engine)
+    assert engine.defines_padding
+    assert (engine.name, engine.device) == ("reference", torch.device("cpu"))
+    environment = engine.environment()
+    assert environment["torch"] == torch.__version__
+    assert environment["cpu_capability"]
+    assert all(isinstance(value, str) for value in environment.values())
+    assert engine.generator(7).initial_seed() == 7
+
+
+def test_supported_layouts_are_the_dense_ones() -> None:
+    supported = {name for name in LAYOUTS if ReferenceEngine().unsupported(Case(qkv_layout=name)) is None}
+    assert supported == set(DENSE_LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qkv_layout": "thd_thd_thd"}, "thd"),
+        ({"qkv_layout": "paged_kv_sbhd_sbhd_sbhd"}, "paged"),
+        ({"attn_bias_type": "pre_scale_bias"}, "pre_scale_bias"),
+        ({"attn_bias_type": "alibi"}, "causal"),
+    ],
+)
+def test_an_unsupported_case_has_a_reason_of_one_sentence(changes: dict[str, Any], reason: str) -> None:
+    said = ReferenceEngine().unsupported(Case(**changes))
+    assert said is not None
+    assert reason in said
+    assert "\n" not in said
+    fields = {field.name: getattr(Case(), field.name) for field in dataclasses.fields(Case)} | {"fp8": True}
+    assert "FP8" in (ReferenceEngine().unsupported(SimpleNamespace(**fields)) or "")
