@@ -104,7 +104,7 @@ def run(
 
 
 def _new_folder(out: Path | None) -> Path:
-    folder = out if out is not None else Path("reports") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = out or _unused(Path("reports") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "journal.jsonl").exists():
@@ -117,6 +117,12 @@ def _new_folder(out: Path | None) -> Path:
     return folder
 
 
+def _unused(folder: Path) -> Path:
+    """Return the folder, or the first of FOLDER-2, FOLDER-3, ... that does not exist."""
+    names = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 1000)))
+    return next(name for name in names if not name.exists())
+
+
 def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[str, Any], Engine]:
     from harness.engines.api import get_engine
     from harness.subjects.source import resolve
@@ -126,6 +132,10 @@ def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[st
     from harness.subjects.subject import LoadError
 
     engine = get_engine(engine_name)
+    if engine.device.type == "cpu":
+        import torch
+
+        torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they bring, and order no sums anew
     try:
         return Pair(sources["control"], sources["candidate"], engine), sources, engine
     except LoadError as error:
@@ -158,7 +168,7 @@ def _execute(
             "started": started(),
         })  # fmt: skip
         describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
-        plan = Plan(layouts or list(LAYOUTS), cases, seed)
+        plan = Plan(layouts or list(LAYOUTS), cases, seed, engine.dtypes)
         try:
             with _progress(console, cases) as progress:
                 Campaign(plan, pair, journal, folder, describe, progress).run()

@@ -91,7 +91,11 @@ class Inputs:
 
     def changes(self, live: Live) -> dict[str, str]:
         """Return ``unchanged``, ``written`` or ``red zone written`` for each buffer of a used set, by its bits."""
-        return {name: _change(self.masters[name], buffer) for name, buffer in live.buffers.items()}
+        found = {name: _change(self.masters[name], buffer) for name, buffer in live.buffers.items()}
+        given = _stride(self.masters["output_grad"].inner(), self.case)  # it may lie in memory of its own
+        if not torch.equal(_integers(given.contiguous()), _integers(live.output_grad.detach().contiguous())):
+            found["output_grad"] = "written"
+        return found
 
 
 def not_drawn(case: Case) -> str | None:
@@ -215,9 +219,13 @@ def _stride(gradient: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def _change(master: Buffer, used: Buffer) -> str:
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[master.flat.element_size()]
-    before, after = master.flat.view(integer), used.flat.detach().view(integer)
+    before, after = _integers(master.flat), _integers(used.flat.detach())
     if torch.equal(before, after):
         return "unchanged"
     inside = slice(master.margin, master.flat.numel() - master.margin)
     return "written" if not torch.equal(before[inside], after[inside]) else "red zone written"
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers, so that NaN equals itself."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

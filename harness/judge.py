@@ -126,9 +126,9 @@ def verdict(
     """
     reasons: list[str] = []
     if found := counts["difference"] + counts["crash"]:
-        reasons.append(f"{found} of {counts['executed']} executed cases differ")
+        reasons.append(f"{found} of {_cases(counts['executed'], 'executed ')} {'differs' if found == 1 else 'differ'}")
     faults = ([harness_error] if harness_error else []) + (
-        [f"{counts['error']} cases ended in a fault of the harness or the machine"] if counts["error"] else []
+        [f"{_cases(counts['error'])} ended in a fault of the harness or the machine"] if counts["error"] else []
     )
     gaps = [f"{name} was asked for and not reached" for name, slice_ in asked.items() if not reached(slice_)]
     if not counts["executed"]:
@@ -142,4 +142,8 @@ def verdict(
         return Verdict("unverified", EXIT_HARNESS, tuple(reasons))
     if gaps:
         return Verdict("unverified", EXIT_UNVERIFIED, tuple(reasons))
-    return Verdict("neutral", EXIT_NEUTRAL, (f"no difference on {counts['executed']} executed cases",))
+    return Verdict("neutral", EXIT_NEUTRAL, (f"no difference on {_cases(counts['executed'], 'executed ')}",))
+
+
+def _cases(number: int, kind: str = "") -> str:
+    return f"{number} {kind}case{'' if number == 1 else 's'}"

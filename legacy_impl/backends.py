@@ -76,7 +76,7 @@ def _both_precisions_of_o(o, o_quantizer, kind, is_training, backward_in_fp8, fp
     high_precision_kept = not backward_in_fp8 or _backward_wants_high_precision_o(kind)
     if _is_quantized(o):
         if not fp8_output or (is_training and high_precision_kept):
-            return o, o.dequantize(dtype=nominal_dtype)
+            return o, o.dequantize().view(o.shape)
     elif fp8_output or (is_training and not high_precision_kept):
         return o_quantizer(o), o
     return o, o
@@ -247,7 +247,7 @@ class FusedAttnFunc(torch.autograd.Function):
                 saved_f16 = (None, None, None, out_f16 if o_stays_f16 else None)
             else:
                 if qkv_come_quantized:
-                    q, k, v = combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=nominal_dtype)
+                    q, k, v = combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8)
                 saved_f16 = (q, k, v, out_f16)
         else:
             o, aux, *extra = fused_attn_fwd(
@@ -372,8 +372,8 @@ class FusedAttnFunc(torch.autograd.Function):
         rest = [None]
         if ctx.use_FAv2_bwd:
             softmax_lse, rng_state = aux
-            d_out, q, k, v, out = (dpa_utils.maybe_contiguous(x) for x in (d_out, q, k, v, out))
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            d_out, q, k, v, out = (dpa_utils.maybe_contiguous(x) for x in (d_out, q, k, v, out))
             flash_attn_cuda_bwd(
                 d_out,
                 q,
@@ -454,9 +454,7 @@ class FusedAttnFunc(torch.autograd.Function):
                     # Gradients go back in the kind that the inputs came in, unless the caller asked otherwise.
                     quantized_wanted = ctx.is_input_fp8 and not ctx.bf16_backward
                     if _is_quantized(dq) and not quantized_wanted:
-                        dq, dk, dv = combine_and_dequantize(
-                            ctx.dqkv_layout, dq, dk, dv, src_nominal_dtype=ctx.nominal_dtype
-                        )
+                        dq, dk, dv = combine_and_dequantize(ctx.dqkv_layout, dq, dk, dv, src_nominal_dtype=dq.dtype)
                     elif quantized_wanted and not _is_quantized(dq):
                         dq, dk, dv, _, _ = combine_and_quantize(ctx.dqkv_layout, dq, dk, dv, ctx.dQKV_quantizer)
                     print_quantizers("FusedAttnFunc.backward >> after:  ", ctx.layer_number, *six_quantizers)

@@ -400,7 +400,7 @@ def _fused_attn_forward_impl(args: FusedAttnFwdArgs):
         out_fp8 = out_f16 = kernel_out
         if isinstance(kernel_out, QuantizedTensorStorage):
             if not args.fp8_output or (args.is_training and bwd_reads_f16_out):
-                out_f16 = kernel_out.dequantize(dtype=nominal_dtype)
+                out_f16 = kernel_out.dequantize().view(kernel_out.shape)
         elif args.fp8_output or (args.is_training and not bwd_reads_f16_out):
             out_fp8 = O_quantizer(kernel_out)
         print_quantizers("FusedAttnFunc.forward >> after:  ", args.layer_number, *quantizers)
@@ -414,7 +414,7 @@ def _fused_attn_forward_impl(args: FusedAttnFwdArgs):
                 out_f16 = None
         else:
             if is_input_fp8:
-                q, k, v = combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=nominal_dtype)
+                q, k, v = combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8)
             q_fp8 = k_fp8 = v_fp8 = out_fp8 = None
     else:
         result = fused_attn_fwd(
@@ -602,10 +602,9 @@ def _backward_by_flash_attn(bwd_args: FusedAttnBwdArgs, d_out, aux_ctx_tensors):
     Raises ValueError if aux_ctx_tensors holds more than the softmax statistics and the RNG state.
     """
     softmax_lse, rng_state = aux_ctx_tensors
-    d_out, q, k, v, out = [
-        dpa_utils.maybe_contiguous(tensor) for tensor in (d_out, bwd_args.q, bwd_args.k, bwd_args.v, bwd_args.out)
-    ]
+    q, k, v, out = bwd_args.q, bwd_args.k, bwd_args.v, bwd_args.out
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    d_out, q, k, v, out = [dpa_utils.maybe_contiguous(tensor) for tensor in (d_out, q, k, v, out)]
     zero_tensors, generator = False, None
     flash_attn_cuda_bwd(
         *(d_out, q, k, v, out, softmax_lse),
@@ -723,7 +722,7 @@ def _fused_attn_backward_impl(bwd_args: FusedAttnBwdArgs):
                 have_fp8 = isinstance(dq, QuantizedTensorStorage)
                 if have_fp8 and not want_fp8:
                     dq, dk, dv = combine_and_dequantize(
-                        bwd_args.dqkv_layout, dq, dk, dv, src_nominal_dtype=bwd_args.nominal_dtype
+                        bwd_args.dqkv_layout, dq, dk, dv, src_nominal_dtype=dq.dtype
                     )
                 if want_fp8 and not have_fp8:
                     dq, dk, dv, _, _ = combine_and_quantize(bwd_args.dqkv_layout, dq, dk, dv, bwd_args.dQKV_quantizer)

@@ -55,6 +55,7 @@ class CudnnEngine:
 
     name = "cudnn"
     defines_padding = False
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

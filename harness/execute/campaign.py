@@ -35,7 +35,7 @@ class Plan:
     layouts: Sequence[str]
     count: int
     seed: int
-    dtypes: Sequence[str] = ("bf16", "fp16")
+    dtypes: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ def test_tensors_are_saved_in_the_documented_order(implementation):
         (Config(kind="delayed", fp8_backward=False), {"q", "k", "v", "out"}),
         (Config(kind="delayed", fp8_backward=False, fp8_inputs=True), {"q", "k", "v", "out"}),
     ],
-    ids=str,
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_saved_tensors_and_the_operands_of_backward_follow_the_matrix(implementation, config, names):
     observed = run(implementation, config)

@@ -23,8 +23,8 @@ class ReferenceEngine:
     """
 
     name = "reference"
-    defines_padding = True
     defines_padding = True  # rows past a sequence's end: zero, and -inf or the offset in the statistics
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
