@@ -24,8 +24,8 @@ class Engine(Protocol):
     ``seam()`` returns every name of the seam that a source file may import, bound to this engine; the two engines
     return the same keys. ``unsupported(case)`` is None where the engine can run the case, else the reason, in the
     engine's own words. ``generator(seed)`` is a fresh generator on the engine's device. ``defines_padding`` is whether
-    the kernels give a defined value to the rows past a sequence's end; ``dtypes`` are those of a Case that are worth
-    drawing.
+    the kernels give a defined value to the rows of the softmax statistics past a sequence's end (O and the gradients
+    are zero there on every engine); ``dtypes`` are those of a Case that are worth drawing.
     """
 
     name: str

@@ -60,21 +60,19 @@ class Recorder:
             return f"view of {self._results[storage]}"
         return "fresh"
 
-    def array(self, tensor: torch.Tensor, valid: torch.Tensor | None = None, meaning: str | None = None) -> Array:
+    def array(self, tensor: torch.Tensor, meaning: str | None = None) -> Array:
         """Return the tensor as a value. An input's elements are left out while nothing has written to them."""
         key = _key(tensor)
         if meaning is None:
             meaning = self.meaning(tensor)
         untouched = self._versions.get(_storage(tensor)) == tensor._version and meaning.startswith("input ")
-        if valid is None:
-            valid = self._valid.get(key)
         return Array(
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
             tuple(tensor.stride()),
             meaning,
             None if untouched else tensor.detach().clone(),
-            valid,
+            self._valid.get(key),
         )
 
     def value(self, item: Any) -> Value:
@@ -99,21 +97,17 @@ class Recorder:
         else:
             self.observation.see(path, self.value(item))
 
-    def rows(self, side: str, layout_format: str) -> torch.Tensor | None:
-        """Return a mask over a [b, s, h, d] or [s, b, h, d] tensor that is true on real tokens; None where all are.
+    def defined_statistics(self) -> torch.Tensor | None:
+        """Return which softmax statistics [b, h, s, 1] the kernel defines; None where it defines all.
 
-        ``side`` is ``q`` or ``kv``; ``layout_format`` also takes ``stats``, which is [b, h, s, 1].
+        Past a sequence's end cuDNN leaves them as they were; O and the gradients are zero there.
         """
-        lengths = self.inputs.lengths_q if side == "q" else self.inputs.lengths_kv
-        case = self.inputs.case
-        longest = case.max_seqlen_q if side == "q" else case.max_seqlen_kv
+        lengths, longest = self.inputs.lengths_q, self.inputs.case.max_seqlen_q
         if self.padding_defined or all(length == longest for length in lengths):
             return None
         device = self.live.output_grad.device
         real = torch.arange(longest, device=device)[None, :] < torch.tensor(lengths, device=device)[:, None]
-        if layout_format == "stats":
-            return real[:, None, :, None]
-        return (real if layout_format.startswith("b") else real.t())[:, :, None, None]
+        return real[:, None, :, None]
 
 
 def _storage(tensor: torch.Tensor) -> int:

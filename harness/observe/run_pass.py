@@ -96,12 +96,11 @@ def _values(case: Case, live: Live, seam: WatchedSeam) -> dict[str, Any]:
 
 
 def _see_outputs(recorder: Recorder, output: Any) -> None:
-    seen, case = recorder.observation, recorder.inputs.case
+    seen = recorder.observation
     seen.plain("output/type", type(output).__name__)
     for index, item in enumerate(_items(output)):
-        valid = recorder.rows("q", case.layout.q_format) if index == 0 else None
         if isinstance(item, torch.Tensor):
-            seen.see(f"output/{index}", recorder.array(item, valid))
+            seen.see(f"output/{index}", recorder.array(item))
             seen.plain(f"output/{index}/requires_grad", item.requires_grad)
             recorder.name(item, f"output {index}")
         else:
@@ -148,9 +147,7 @@ def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
     result = raw[0]
     results = result if isinstance(result, tuple) else (result,)
     names = subject.convention.parameters
-    surplus = len(results) - len(names)
-    # Autograd fills parameters left at their default in with None, so a missing None at the end is not a deficit.
-    seen.plain("backward/results beyond the inputs", surplus)
+    seen.plain("backward/results beyond the inputs", len(results) - len(names))
     elsewhere = [
         names[index] if index < len(names) else f"beyond input {len(names)}"
         for index, item in enumerate(results)
@@ -162,7 +159,7 @@ def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
         item = results[index] if index < len(results) else None
         if isinstance(item, torch.Tensor):
             meaning = _shared(item, results, names)
-            array = recorder.array(item, _gradient_rows(recorder, name), meaning)
+            array = recorder.array(item, meaning)
             if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
                 array = replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
             seen.see(f"grad/{name}", array)
@@ -182,16 +179,8 @@ def _shared(item: torch.Tensor, results: tuple[Any, ...], names: tuple[str, ...]
     return "gradient in a buffer of " + ", ".join(name for name in GRADIENTS if name in together)
 
 
-def _gradient_rows(recorder: Recorder, name: str) -> torch.Tensor | None:
-    layout = recorder.inputs.case.layout
-    if name == "q":
-        return recorder.rows("q", layout.q_format)
-    return recorder.rows("kv", layout.kv_format) if name in ("k", "v") else None
-
-
 def _see_leaves(recorder: Recorder) -> None:
     """Record the gradients that the caller finds on its own tensors."""
-    layout = recorder.inputs.case.layout
     for name, leaf in recorder.live.leaves.items():
         gradient = leaf.grad
         if gradient is None:
@@ -199,12 +188,7 @@ def _see_leaves(recorder: Recorder) -> None:
             continue
         if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
             continue
-        valid = None
-        if name in ("q", "k", "v", "qkv", "kv"):
-            rows = recorder.rows("q" if name in ("q", "qkv") else "kv",
-                                 layout.q_format if name in ("q", "qkv") else layout.kv_format)  # fmt: skip
-            valid = rows[..., None] if rows is not None and gradient.dim() == 5 else rows
-        recorder.observation.see(f"leaf/{name}", recorder.array(gradient, valid, "gradient"))
+        recorder.observation.see(f"leaf/{name}", recorder.array(gradient, "gradient"))
 
 
 def _see_generators(recorder: Recorder, default: torch.Generator, when: str) -> None:

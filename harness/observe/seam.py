@@ -110,15 +110,14 @@ def _name_results(recorder: Recorder, index: int, result: Any) -> None:
     """Name what the forward kernel made, so that it is known again wherever it turns up."""
     if not isinstance(result, (list, tuple)) or len(result) < 2:
         return
-    case = recorder.inputs.case
     call = "fused_attn_fwd" if index == 0 else f"fused_attn_fwd call {index}"
     if isinstance(result[0], torch.Tensor):
-        recorder.name(result[0], f"output of {call}", recorder.rows("q", case.layout.q_format))
+        recorder.name(result[0], f"output of {call}")
     aux = result[1] if isinstance(result[1], (list, tuple)) else ()
     for slot, tensor in enumerate(aux):
         if isinstance(tensor, torch.Tensor):
             label = AUX_SLOTS[slot] if slot < len(AUX_SLOTS) else f"aux {slot}"
-            recorder.name(tensor, f"{label} of {call}", recorder.rows("q", "stats") if slot == 0 else None)
+            recorder.name(tensor, f"{label} of {call}", recorder.defined_statistics() if slot == 0 else None)
     for tensor in result[2:]:
         if isinstance(tensor, torch.Tensor):
             recorder.name(tensor, f"max_logit of {call}")

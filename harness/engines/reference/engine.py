@@ -23,7 +23,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
-    defines_padding = True  # rows past a sequence's end: zero, and -inf or the offset in the statistics
+    defines_padding = True  # -inf, or the softmax offset
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:

@@ -121,7 +121,7 @@ def _mask(
     cu_seqlens_kv: torch.Tensor,
 ) -> masking.Mask:
     mask_type = masking.MASK_TYPES[attn_mask_type]
-    if bottom_right_diagonal is None:
+    if bottom_right_diagonal is None or mask_type.causal:  # a causal mask's name settles its diagonal, as in cuDNN
         bottom_right_diagonal = mask_type.bottom_right
     return masking.build_mask(mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv, call.sq, call.skv)
 

@@ -54,8 +54,8 @@ def build_mask(
 
     ``window`` counts keys left and right of the diagonal, -1 meaning unbounded; a causal mask caps the right at 0.
     The diagonal starts at the top left, or ends at the bottom right if ``bottom_right``: of the real lengths where
-    the mask knows padding, of the full sizes otherwise. ``bottom_right`` alone decides, whatever the mask's name: one
-    call has one diagonal. Lengths come from the cumulative ``cu_seqlens`` [b+1], and only with a padding mask.
+    the mask knows padding, of the full sizes otherwise. Lengths come from the cumulative ``cu_seqlens`` [b+1], and
+    only with a padding mask.
     """
     device = cu_seqlens_q.device
     query = torch.arange(sq, device=device).view(1, 1, sq, 1)

@@ -249,7 +249,8 @@ def plain_mask(problem: Problem) -> torch.Tensor:
     """Return which query sees which key, [b, 1, sq, skv], position by position."""
     p = problem
     lengths_q, lengths_kv = p.lengths()
-    diagonal = p.mask.endswith("bottom_right") if p.diagonal is None else p.diagonal
+    named = p.diagonal is None or "causal" in p.mask  # cuDNN on an H200: a causal mask's name settles its diagonal
+    diagonal = p.mask.endswith("bottom_right") if named else p.diagonal
     left, right = p.window
     if "causal" in p.mask:
         right = 0
@@ -275,7 +276,8 @@ def plain_alibi(problem: Problem) -> torch.Tensor:
         6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
     }[p.h]
     lengths_q, lengths_kv = p.lengths()
-    diagonal = p.mask.endswith("bottom_right") if p.diagonal is None else p.diagonal
+    named = p.diagonal is None or "causal" in p.mask  # cuDNN on an H200: a causal mask's name settles its diagonal
+    diagonal = p.mask.endswith("bottom_right") if named else p.diagonal
     bias = torch.zeros((p.b, p.h, p.sq, p.skv), dtype=torch.float64)
     for sequence in range(p.b):
         real = (lengths_q[sequence], lengths_kv[sequence]) if "padding" in p.mask else (p.sq, p.skv)
