@@ -8,6 +8,7 @@ result, and one that multiplies them by zero does not turn the whole tile into N
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,7 @@ class Inputs:
             if len(parts) == 1:
                 tensors[parts[0]] = leaf
             else:
-                dim = -3 if str(case.layout.packing).endswith("hd") else -2
-                tensors |= {part: leaf.select(dim, index) for index, part in enumerate(parts)}
+                tensors |= {part: leaf.select(self._packed_dim, index) for index, part in enumerate(parts)}
                 tensors["packed_qkv" if len(parts) == 3 else "packed_kv"] = leaf
         for name in ("attn_bias", "softmax_offset"):
             if name in buffers:
@@ -88,6 +88,19 @@ class Inputs:
             if name.startswith("cu_seqlens"):
                 tensors[name] = buffers[name].inner()
         return Live(buffers, tensors, leaves, _stride(buffers["output_grad"].inner(), case), generator)
+
+    @property
+    def _packed_dim(self) -> int:
+        """The dimension of a packed buffer that tells q, k and v apart."""
+        return -3 if str(self.case.layout.packing).endswith("hd") else -2
+
+    def parts_of(self, leaf: str) -> tuple[str, ...]:
+        """Return which of the function's tensors a leaf holds: ``qkv`` holds three, ``kv`` two, any other itself."""
+        return _parts(self.case).get(leaf, (leaf,))
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensors of one packed buffer put together as it holds them."""
+        return torch.stack(list(tensors), self._packed_dim)
 
     def changes(self, live: Live) -> dict[str, str]:
         """Return ``unchanged``, ``written`` or ``red zone written`` for each buffer of a used set, by its bits."""

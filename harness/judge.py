@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.compare import Difference
+from harness.observe.values import is_kernel_result
 
 Outcome = Literal["match", "difference", "intended", "noisy", "unsupported", "crash", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("match", "difference", "intended", "noisy", "unsupported", "crash", "error")
@@ -26,7 +27,7 @@ control does not repeat itself, eight times its spread is still far below what a
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How far the control was from itself on a path: the largest absolute distance over its own runs."""
+    """How far a subject was from itself on a path: the largest absolute distance over its own runs."""
 
     path: str
     spread: float
@@ -55,13 +56,21 @@ def unstable(control_against_itself: Iterable[Sequence[Difference]]) -> list[Dif
     ]
 
 
-def judge(differences: Sequence[Difference], control_against_itself: Sequence[Sequence[Difference]]) -> Judgement:
+def judge(
+    differences: Sequence[Difference],
+    control_against_itself: Sequence[Sequence[Difference]],
+    candidate_against_itself: Sequence[Sequence[Difference]] = (),
+) -> Judgement:
     """Return the outcome of one case.
 
     ``differences`` are the candidate's against the control, ``control_against_itself`` those of each further run of
     the control against its first. On a path where the control was noisy the candidate may be as far from the control
-    as NOISE_FACTOR times the control's own spread, and the case is ``noisy``, never ``match``. Calls into the seam
-    have no noise of their own: a call's argument is judged noisy only where the control's own was.
+    as NOISE_FACTOR times the control's own spread, and the case is ``noisy``, never ``match``.
+
+    Noise that comes once in many runs can miss every run of the control and hit the candidate. The candidate's own
+    spread counts too, but only where the seam shows that the noise is the kernels': every difference beyond the
+    control's noise lies in a tensor that a kernel made and both sides handed on as it is, so that every call was made
+    with the same arguments. Noise that the candidate adds itself, to a result or to an argument, stays a difference.
     """
     shaky = unstable(control_against_itself)
     if shaky:
@@ -70,16 +79,35 @@ def judge(differences: Sequence[Difference], control_against_itself: Sequence[Se
             reason=f"the control disagrees with itself on {shaky[0].path} ({shaky[0].kind}: {shaky[0].message}), so "
             "nothing can be said about the candidate",
         )
-    spread: dict[str, float] = {}
-    for own in control_against_itself:
-        for difference in own:
-            assert difference.distance is not None
-            spread[difference.path] = max(spread.get(difference.path, 0.0), difference.distance.largest_absolute)
+    spread = _spread(control_against_itself)
     real = tuple(difference for difference in differences if not _within_noise(difference, spread))
+    if real and all(map(_made_by_a_kernel, real)) and not unstable(candidate_against_itself):
+        for path, value in _spread(candidate_against_itself).items():
+            spread[path] = max(spread.get(path, 0.0), value)
+        real = tuple(difference for difference in real if not _within_noise(difference, spread))
     noise = tuple(Noise(path, value) for path, value in spread.items())
     if real:
         return Judgement("difference", real, noise)
     return Judgement("noisy" if noise else "match", (), noise)
+
+
+def _spread(runs: Iterable[Sequence[Difference]]) -> dict[str, float]:
+    """Return the largest absolute distance of each path over runs of one subject against its first."""
+    spread: dict[str, float] = {}
+    for differences in runs:
+        for difference in differences:
+            if difference.distance is not None:
+                spread[difference.path] = max(spread.get(difference.path, 0.0), difference.distance.largest_absolute)
+    return spread
+
+
+def _made_by_a_kernel(difference: Difference) -> bool:
+    return (
+        difference.kind == "value"
+        and difference.distance is not None
+        and is_kernel_result(difference.control)
+        and is_kernel_result(difference.candidate)
+    )
 
 
 def _within_noise(difference: Difference, spread: Mapping[str, float]) -> bool:

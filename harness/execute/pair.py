@@ -23,7 +23,7 @@ from harness.subjects.source import Source
 from harness.subjects.subject import Subject, load
 
 NOISE_RUNS = 6
-"""Further runs of the control where the candidate differs in the values of tensors alone: two runs of a noisy kernel
+"""Further runs of each side where the candidate differs in the values of tensors alone: two runs of a noisy kernel
 often agree by luck, and a difference must not be reported on such luck."""
 
 
@@ -117,10 +117,11 @@ class Pair:
         if all(refusals):
             return Judgement("unsupported", reason=refusals[0]), False, ()
         differences = compare(control, candidate)
-        own = [compare(control, again)]
+        own = {"control": [compare(control, again)], "candidate": list[list[Difference]]()}
         if differences and not unstable([differences]):
-            own += [compare(control, once("control")) for _ in range(NOISE_RUNS)]
-        judgement = judge(differences, own)
+            for side, first in (("control", control), ("candidate", candidate)):
+                own[side] += [compare(first, once(side)) for _ in range(NOISE_RUNS)]
+        judgement = judge(differences, own["control"], own["candidate"])
         both_raised = control.exception() is not None and candidate.exception() is not None
         return judgement, both_raised, _shared_breaches(control, candidate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
                 seen.plain("exception/type", type(error).__name__)
                 seen.plain("exception/message", normalise(str(error), subject.tensor_inputs(values)))
             _see_raw(recorder, subject, raw)
-            _see_leaves(recorder)
+            _see_leaves(recorder, _raw_gradients(subject, raw))
             _see_generators(recorder, default, "after backward")
             for name, change in inputs.changes(live).items():
                 seen.plain(f"write/{name}", change)
@@ -158,8 +158,7 @@ def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
         index = names.index(name)
         item = results[index] if index < len(results) else None
         if isinstance(item, torch.Tensor):
-            meaning = _shared(item, results, names)
-            array = recorder.array(item, meaning)
+            array = recorder.array(item, recorder.meaning(item) + _shared(item, results, names))
             if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
                 array = replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
             seen.see(f"grad/{name}", array)
@@ -171,16 +170,22 @@ GRADIENTS = ("q", "k", "v", "attn_bias", "softmax_offset")
 
 
 def _shared(item: torch.Tensor, results: tuple[Any, ...], names: tuple[str, ...]) -> str:
-    """Return which gradients lie in the same memory as this one, so that packed gradients stay packed."""
+    """Return words for which gradients lie in one buffer with this one, so that packed gradients stay packed."""
     storage = item.untyped_storage().data_ptr()
-    together = [name for name, other in zip(names, results, strict=False)
-                if isinstance(other, torch.Tensor) and other.numel()
+    by_name = dict(zip(names, results, strict=False))
+    together = [name for name in GRADIENTS if isinstance(other := by_name.get(name), torch.Tensor) and other.numel()
                 and other.untyped_storage().data_ptr() == storage]  # fmt: skip
-    return "gradient in a buffer of " + ", ".join(name for name in GRADIENTS if name in together)
+    return f", in one buffer: {', '.join(together)}" if len(together) > 1 else ""
 
 
-def _see_leaves(recorder: Recorder) -> None:
-    """Record the gradients that the caller finds on its own tensors."""
+def _raw_gradients(subject: Subject, raw: list[Any]) -> dict[str, torch.Tensor]:
+    results = raw[0] if raw and isinstance(raw[0], tuple) else ()
+    by_name = dict(zip(subject.convention.parameters, results, strict=False))
+    return {name: tensor for name in GRADIENTS if isinstance(tensor := by_name.get(name), torch.Tensor)}
+
+
+def _see_leaves(recorder: Recorder, raw: Mapping[str, torch.Tensor]) -> None:
+    """Record the gradients that the caller finds on its own tensors, and whether they are what backward returned."""
     for name, leaf in recorder.live.leaves.items():
         gradient = leaf.grad
         if gradient is None:
@@ -188,7 +193,13 @@ def _see_leaves(recorder: Recorder) -> None:
             continue
         if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
             continue
-        recorder.observation.see(f"leaf/{name}", recorder.array(gradient, "gradient"))
+        parts = recorder.inputs.parts_of(name)
+        meaning = "gradient"
+        if all(part in raw for part in parts):
+            whole = raw[parts[0]] if len(parts) == 1 else recorder.inputs.pack([raw[part] for part in parts])
+            if torch.equal(whole, gradient):
+                meaning = " and ".join(dict.fromkeys(recorder.meaning(raw[part]) for part in parts))
+        recorder.observation.see(f"leaf/{name}", recorder.array(gradient, meaning))
 
 
 def _see_generators(recorder: Recorder, default: torch.Generator, when: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from harness.observe.recorder import Recorder, bind
+from harness.observe.values import made_by
 
 WATCHED = (
     "fused_attn_fwd",
@@ -33,6 +34,7 @@ WATCHED = (
 """The seam's functions that do something. The rest only answer a question, and how often it is asked is spelling."""
 
 AUX_SLOTS = ("softmax_stats", "rng_state")
+GRADIENT_SLOTS = ("dq", "dk", "dv", "d_bias", "d_softmax_offset")
 
 
 class WatchedSeam:
@@ -86,6 +88,8 @@ class WatchedSeam:
             result = function(*args, **kwargs)
             if name == "fused_attn_fwd":
                 _name_results(recorder, index, result)
+            elif name == "fused_attn_bwd":
+                _name_gradients(recorder, index, result)
             return result
 
         return watched
@@ -110,14 +114,26 @@ def _name_results(recorder: Recorder, index: int, result: Any) -> None:
     """Name what the forward kernel made, so that it is known again wherever it turns up."""
     if not isinstance(result, (list, tuple)) or len(result) < 2:
         return
-    call = "fused_attn_fwd" if index == 0 else f"fused_attn_fwd call {index}"
+    call = _call("fused_attn_fwd", index)
     if isinstance(result[0], torch.Tensor):
-        recorder.name(result[0], f"output of {call}")
+        recorder.name(result[0], made_by(call, "output"))
     aux = result[1] if isinstance(result[1], (list, tuple)) else ()
     for slot, tensor in enumerate(aux):
         if isinstance(tensor, torch.Tensor):
             label = AUX_SLOTS[slot] if slot < len(AUX_SLOTS) else f"aux {slot}"
-            recorder.name(tensor, f"{label} of {call}", recorder.defined_statistics() if slot == 0 else None)
+            recorder.name(tensor, made_by(call, label), recorder.defined_statistics() if slot == 0 else None)
     for tensor in result[2:]:
         if isinstance(tensor, torch.Tensor):
-            recorder.name(tensor, f"max_logit of {call}")
+            recorder.name(tensor, made_by(call, "max_logit"))
+
+
+def _name_gradients(recorder: Recorder, index: int, result: Any) -> None:
+    """Name what the backward kernel made."""
+    if isinstance(result, (list, tuple)):
+        for slot, tensor in zip(GRADIENT_SLOTS, result, strict=False):
+            if isinstance(tensor, torch.Tensor):
+                recorder.name(tensor, made_by(_call("fused_attn_bwd", index), slot))
+
+
+def _call(name: str, index: int) -> str:
+    return name if index == 0 else f"{name} call {index}"

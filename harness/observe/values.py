@@ -6,6 +6,7 @@ names the family of observables.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,20 @@ class Array:
 
 
 Value = Plain | Array
+
+
+def made_by(function: str, what: str) -> str:
+    """Return the meaning of a tensor that a function of the seam made: ``dq of fused_attn_bwd``."""
+    return f"{what} of {function}"
+
+
+def is_kernel_result(description: Json) -> bool:
+    """Whether a described value is a tensor that a kernel made, or several such put together, handed on as it is."""
+    meaning = description.get("is") if isinstance(description, dict) else None
+    if not isinstance(meaning, str):
+        return False
+    parts = meaning.partition(", in one buffer")[0].split(" and ")
+    return all(re.fullmatch(r".+ of fused_attn_(fwd|bwd)( call \d+)?", part) for part in parts)
 
 
 @dataclass(slots=True)
