@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -73,6 +74,10 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("dropout_p", "attn_scale"):  # 0 and -0.0 equal 0.0, so they must not have ids of their own
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, value + 0.0)
         for rule in RULES:  # in order: a later rule may rely on an earlier one
             message = rule(self)
             if message is not None:
@@ -125,11 +130,11 @@ class Case:
         known = {field.name for field in dataclasses.fields(cls)}
         fields = dict(data)
         schema = fields.pop("schema", SCHEMA)
-        if schema != SCHEMA:
-            raise CaseError(f"schema={schema!r} is not one that this version reads; it reads schema={SCHEMA}")
+        if type(schema) is not int or schema != SCHEMA:
+            raise CaseError(f"schema={_shown(schema)} is not one that this version reads; it reads schema={SCHEMA}")
         for name in fields:
             if name not in known:
-                raise CaseError(f"unknown field {name!r}{nearest(str(name), known)}")
+                raise CaseError(f"unknown field {_shown(name)}{nearest(str(name)[:80], known)}")
         hints = get_type_hints(cls)
         return cls(**{name: _coerce(name, value, hints[name]) for name, value in fields.items()})
 
@@ -160,12 +165,22 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             if inner[-1] is Ellipsis or len(inner) == len(value):
                 return tuple(_coerce(name, item, inner[0]) for item in value)
         if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            with contextlib.suppress(OverflowError):
+                return float(value)
         if option in (int, str, bool) and type(value) is option:
             return value
     wanted = " or ".join("null" if option is type(None) else getattr(option, "__name__", str(option))
                          for option in options)  # fmt: skip
-    raise CaseError(f"{name}={value!r} has the wrong type; it takes {wanted}")
+    raise CaseError(f"{name}={_shown(value)} has the wrong type; it takes {wanted}")
+
+
+def _shown(value: Any) -> str:
+    """Return the value for a message, cut where it is long; its type where Python itself cannot show it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list ...
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _one_of(name: str, allowed: Iterable[str]) -> Callable[[Case], str | None]:
@@ -175,7 +190,7 @@ def _one_of(name: str, allowed: Iterable[str]) -> Callable[[Case], str | None]:
         value = getattr(case, name)
         if value in options:
             return None
-        return f"{name}={value!r} is not one of {', '.join(options)}{nearest(str(value), options)}"
+        return f"{name}={_shown(value)} is not one of {', '.join(options)}{nearest(str(value)[:80], options)}"
 
     return rule
 
@@ -185,14 +200,17 @@ def _size(name: str) -> Callable[[Case], str | None]:
         value = getattr(case, name)
         if 1 <= value <= MAX_SIZE:
             return None
-        return f"{name}={value} is out of range; it takes 1 to {MAX_SIZE}"
+        return f"{name}={_shown(value)} is out of range; it takes 1 to {MAX_SIZE}"
 
     return rule
 
 
 def _when(condition: Callable[[Case], bool], message: str) -> Callable[[Case], str | None]:
     def rule(case: Case) -> str | None:
-        return message.format(**case.to_dict()) if condition(case) else None
+        if not condition(case):
+            return None
+        fields = case.to_dict().items()
+        return message.format(**{name: value if isinstance(value, str) else _shown(value) for name, value in fields})
 
     return rule
 
@@ -248,8 +266,8 @@ RULES: tuple[Callable[[Case], str | None], ...] = (
         "head_dim_v={head_dim_v}",
     ),
     _when(
-        lambda case: len(case.window_size) != 2 or min(case.window_size) < -1,
-        "window_size={window_size} takes two whole numbers, -1 meaning unbounded",
+        lambda case: len(case.window_size) != 2 or min(case.window_size) < -1 or max(case.window_size) > MAX_SIZE,
+        f"window_size={{window_size}} takes two whole numbers up to {MAX_SIZE}, -1 meaning unbounded",
     ),
     _when(
         lambda case: causal(case.attn_mask_type) and case.window_size[1] != 0,

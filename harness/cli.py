@@ -21,6 +21,7 @@ from harness.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from harness.engines.api import Engine
+    from harness.execute.journal import Journal
     from harness.execute.pair import CaseResult, Pair
 
 app = typer.Typer(
@@ -97,10 +98,10 @@ def run(
         fail(f"cases={cases} is out of range; --cases takes 1 or more, since a run of none shows nothing")
     if not 0 <= seed < 2**31:
         fail(f"seed={seed} is out of range; --seed takes 0 to {2**31 - 1}")
-    folder = _new_folder(out)
     with clear_errors():
         pair, sources, chosen = _load(control, candidate, engine)
-        raise typer.Exit(_execute(pair, sources, chosen, folder, layouts, cases, seed))
+    folder = _new_folder(out)
+    raise typer.Exit(_execute(pair, sources, chosen, folder, layouts, cases, seed))
 
 
 def _new_folder(out: Path | None) -> Path:
@@ -145,44 +146,58 @@ def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[st
 def _execute(
     pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, layouts: list[str], cases: int, seed: int
 ) -> int:
-    from harness.execute.campaign import Campaign, Plan, started
-    from harness.execute.journal import Journal
-    from harness.report import write_reports
+    from harness.execute.journal import Journal, JournalError
+    from harness.report import ReportError, write_reports
     from harness.report.terminal import print_results
 
     console = Console(highlight=False)
-    begin = time.monotonic()
-    harness_error: str | None = None
-    with Journal(folder) as journal:
-        journal.write({
-            "event": "start",
-            "schema": 1,
-            "harness": __version__,
-            "control": sources["control"].describe(),
-            "candidate": sources["candidate"].describe(),
-            "engine": engine.name,
-            "environment": engine.environment(),
-            "seed": seed,
-            "asked": {"layouts": layouts},
-            "cases_asked": cases,
-            "started": started(),
-        })  # fmt: skip
-        describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
-        plan = Plan(layouts or list(LAYOUTS), cases, seed, engine.dtypes)
-        try:
-            with _progress(console, cases) as progress:
-                Campaign(plan, pair, journal, folder, describe, progress).run()
-        except KeyboardInterrupt:
-            harness_error = "the run was interrupted"
-        except Exception as error:  # a fault of the harness: the cases so far stay, and the verdict says so
-            import traceback
-
-            (folder / "harness_error.txt").write_text(traceback.format_exc())
-            harness_error = f"{type(error).__name__}: {error} (see harness_error.txt)"
-        journal.write({"event": "end", "seconds": time.monotonic() - begin, "harness_error": harness_error})
-    results = write_reports(folder)
+    try:
+        with Journal(folder) as journal:
+            _journal_run(journal, pair, sources, engine, folder, layouts, cases, seed, console)
+        results = write_reports(folder)
+    except (JournalError, ReportError) as error:  # a full disk, say: the run's end, not a finding
+        fail(str(error), EXIT_HARNESS)
     print_results(results, console)
     return int(results["exit_code"])
+
+
+def _journal_run(
+    journal: Journal, pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, layouts: list[str],
+    cases: int, seed: int, console: Console,
+) -> None:  # fmt: skip
+    from harness.execute.campaign import Campaign, Plan, started
+    from harness.execute.journal import JournalError
+
+    begin = time.monotonic()
+    harness_error: str | None = None
+    journal.write({
+        "event": "start",
+        "schema": 1,
+        "harness": __version__,
+        "control": sources["control"].describe(),
+        "candidate": sources["candidate"].describe(),
+        "engine": engine.name,
+        "environment": engine.environment(),
+        "seed": seed,
+        "asked": {"layouts": layouts},
+        "cases_asked": cases,
+        "started": started(),
+    })  # fmt: skip
+    describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
+    plan = Plan(layouts or list(LAYOUTS), cases, seed, engine.dtypes)
+    try:
+        with _progress(console, cases) as progress:
+            Campaign(plan, pair, journal, folder, describe, progress).run()
+    except JournalError:
+        raise
+    except KeyboardInterrupt:
+        harness_error = "the run was interrupted"
+    except Exception as error:  # a fault of the harness: the cases so far stay, and the verdict says so
+        import traceback
+
+        (folder / "harness_error.txt").write_text(traceback.format_exc())
+        harness_error = f"{type(error).__name__}: {error} (see harness_error.txt)"
+    journal.write({"event": "end", "seconds": time.monotonic() - begin, "harness_error": harness_error})
 
 
 @contextlib.contextmanager

@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 from harness.case import Case, padding
 
+
+def _f16(case: Case) -> bool:
+    return case.dtype in ("bf16", "fp16")
+
+
 LANES: dict[str, Callable[[Case], bool]] = {
-    "dense F16": lambda case: case.layout.packing is None and not case.layout.thd and not case.layout.paged,
-    "packed F16": lambda case: case.layout.packing is not None and not case.layout.thd,
+    "dense F16": lambda case: (
+        _f16(case) and case.layout.packing is None and not case.layout.thd and not case.layout.paged
+    ),
+    "packed F16": lambda case: _f16(case) and case.layout.packing is not None and not case.layout.thd,
     "THD": lambda case: case.layout.thd,
     "paged": lambda case: case.layout.paged,
     "FP32": lambda case: case.dtype == "fp32",

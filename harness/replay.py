@@ -153,6 +153,8 @@ def main(arguments):
         print(f"  {difference.path} [{difference.kind}] {difference.message}")
         print(f"    control:   {json.dumps(difference.control)}")
         print(f"    candidate: {json.dumps(difference.candidate)}")
+    if result.outcome == "match" and result.both_raised:
+        return 3
     return {"match": 0, "noisy": 0, "intended": 0, "unsupported": 3, "error": 4}.get(result.outcome, 1)
 '''
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 REAL_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "packaging", "numpy", "typing_extensions"}
@@ -18,18 +19,31 @@ REAL_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "packaging", "num
 SEAM_MODULES = {"dpa_utils": "transformer_engine.pytorch.attention.dot_product_attention.utils"}
 
 
+MODULE_NAMES = frozenset(
+    {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__builtins__", "__class__",
+     "__module__", "__qualname__", "__annotations__"}
+)  # fmt: skip
+"""Names that Python binds in a module, a class body or a method by itself."""
+
+Block = ast.If | ast.Try | ast.TryStar | ast.With
+
+
 class SliceError(ValueError):
     """A source that cannot be taken apart; the message names the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One name bound by an import: ``import module as local`` or ``from module import original as local``."""
+    """One name bound by an import: ``import module as local`` or ``from module import original as local``.
+
+    ``submodules`` are those that ``import module.sub`` also makes available under ``local``.
+    """
 
     local: str
     module: str
     original: str | None
     level: int = 0
+    submodules: tuple[str, ...] = ()
 
     @property
     def real(self) -> bool:
@@ -37,7 +51,7 @@ class Import:
         return self.level == 0 and self.module.split(".")[0] in REAL_PACKAGES
 
     def __str__(self) -> str:
-        return f"{'.' * self.level}{self.module}{'.' + self.original if self.original else ''}"
+        return "." * self.level + ".".join(part for part in (self.module, self.original) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,7 @@ def slice_source(text: str, file: str, name: str, seam: Iterable[str], also: Ite
         raise SliceError(f"{file}{line}: not valid Python: {reason}") from error
     except RecursionError as error:
         raise SliceError(f"{file}: nested too deeply to be parsed") from error
-    definitions, imports = _bindings(tree.body)
+    definitions, imports, blocks = _bindings(tree.body)
     if not any(isinstance(node, ast.ClassDef) for node in definitions.get(name, ())):
         classes = sorted(key for key, nodes in definitions.items() if any(isinstance(n, ast.ClassDef) for n in nodes))
         listing = f"it defines {', '.join(classes[:8])}" if classes else "it defines no class"
@@ -88,7 +102,11 @@ def slice_source(text: str, file: str, name: str, seam: Iterable[str], also: Ite
         done.add(wanted)
         nodes = definitions.get(wanted, [])
         seam_name = _seam_name(wanted, imports.get(wanted), seam_names)
-        own = any(isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) for node in nodes)
+        own = any(
+            isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and not (wanted in imports and id(node) in blocks)  # a stand-in for where the import fails
+            for node in nodes
+        )
         if seam_name is not None and not own:
             bound[wanted] = seam_name
         elif nodes:
@@ -96,14 +114,15 @@ def slice_source(text: str, file: str, name: str, seam: Iterable[str], also: Ite
             for node in nodes:
                 reached[id(node)] = node
                 pending.extend(sorted(free_names(node)))
+                for block in blocks.get(id(node), ()):
+                    pending.extend(sorted(_conditions(block)))
         elif wanted in imports:
             (real if imports[wanted].real else foreign)[wanted] = imports[wanted]
-        elif not hasattr(builtins, wanted) and wanted not in ("__file__", "__name__", "__doc__"):
+        elif not hasattr(builtins, wanted) and wanted not in MODULE_NAMES:
             raise SliceError(f"{file}: {name} reaches the name {wanted!r}, which nothing in the file binds")
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    body = future + [node for node in tree.body if id(node) in reached]
-    nested = [node for node in reached.values() if not any(node is top for top in tree.body)]
-    module = ast.Module(body=sorted(body + nested, key=lambda node: node.lineno), type_ignores=[])
+    taken = {local for local, imported in imports.items() if _seam_name(local, imported, seam_names) is not None}
+    module = ast.Module(body=[*future, *_keep(tree.body, reached, taken)], type_ignores=[])
     return Slice(module, bound, tuple(real.values()), tuple(foreign.values()), tuple(sorted(names)))
 
 
@@ -118,15 +137,26 @@ def _seam_name(local: str, imported: Import | None, seam: frozenset[str]) -> str
     return local if local in seam and not imported.real else None
 
 
-def _bindings(body: Iterable[ast.stmt]) -> tuple[dict[str, list[ast.stmt]], dict[str, Import]]:
-    """Return what the statements bind at module level, statements under ``if``, ``try`` and ``with`` included."""
+def _bindings(
+    body: Iterable[ast.stmt],
+) -> tuple[dict[str, list[ast.stmt]], dict[str, Import], dict[int, tuple[Block, ...]]]:
+    """Return what the statements bind at module level, and the blocks that a statement stands in, by its id.
+
+    Definitions of a name are all the statements that bind or change it, those under ``if``, ``try`` and ``with``
+    included.
+    """
     definitions: dict[str, list[ast.stmt]] = {}
     imports: dict[str, Import] = {}
-    for node in _statements(body):
+    blocks: dict[int, tuple[Block, ...]] = {}
+    for node, around in _statements(body):
+        if around:
+            blocks[id(node)] = around
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.split(".")[0]
-                imports[local] = Import(local, alias.name if alias.asname else local, None)
+                known = imports[local].submodules if local in imports and not alias.asname else ()
+                inner = (alias.name,) if "." in alias.name and not alias.asname else ()
+                imports[local] = Import(local, alias.name if alias.asname else local, None, 0, known + inner)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 local = alias.asname or alias.name
@@ -134,18 +164,68 @@ def _bindings(body: Iterable[ast.stmt]) -> tuple[dict[str, list[ast.stmt]], dict
         else:
             for target in _targets(node):
                 definitions.setdefault(target, []).append(node)
-    return definitions, imports
+            for target in _changed(node):
+                if target in definitions:
+                    definitions[target].append(node)
+    return definitions, imports, blocks
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(
+    body: Iterable[ast.stmt], around: tuple[Block, ...] = ()
+) -> Iterator[tuple[ast.stmt, tuple[Block, ...]]]:
     for node in body:
-        if isinstance(node, (ast.If, ast.Try, ast.With)):
+        if isinstance(node, Block):
             for field in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(node, field, []))
+                yield from _statements(getattr(node, field, []), (*around, node))
             for handler in getattr(node, "handlers", []):
-                yield from _statements(handler.body)
+                yield from _statements(handler.body, (*around, node))
         else:
-            yield node
+            yield node, around
+
+
+def _conditions(block: Block) -> set[str]:
+    """Return the free names of what decides which statements of a block run."""
+    if isinstance(block, ast.If):
+        return free_names(block.test)
+    if isinstance(block, ast.With):
+        return set().union(*(free_names(item) for item in block.items))
+    return set().union(*(free_names(handler.type) for handler in block.handlers if handler.type is not None))
+
+
+def _keep(body: Iterable[ast.stmt], reached: Collection[int], taken: Collection[str]) -> list[ast.stmt]:
+    """Return the reached statements, each inside the blocks that it stands in, so that conditions decide as they did.
+
+    In such a block imports stay too, since whether they succeed may be what decides; those of the seam's names are
+    taken to succeed.
+    """
+    kept: list[ast.stmt] = []
+    for node in body:
+        if id(node) in reached:
+            kept.append(node)
+        elif isinstance(node, Block) and any(id(inner) in reached for inner, _ in _statements([node])):
+            block = copy.copy(node)
+            for field in ("body", "orelse", "finalbody"):
+                if getattr(node, field, None):
+                    setattr(block, field, _branch(getattr(node, field), reached, taken))
+            if isinstance(block, (ast.Try, ast.TryStar)):
+                block.handlers = [copy.copy(handler) for handler in block.handlers]
+                for handler in block.handlers:
+                    handler.body = _branch(handler.body, reached, taken)
+            kept.append(block)
+    return kept
+
+
+def _branch(body: list[ast.stmt], reached: Collection[int], taken: Collection[str]) -> list[ast.stmt]:
+    kept: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bare = copy.copy(node)
+            bare.names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) not in taken]
+            if bare.names:
+                kept.append(bare)
+        else:
+            kept += _keep([node], reached, taken)
+    return kept or [ast.copy_location(ast.Pass(), body[0])]
 
 
 def _targets(node: ast.stmt) -> list[str]:
@@ -158,54 +238,89 @@ def _targets(node: ast.stmt) -> list[str]:
     return []
 
 
+def _changed(node: ast.stmt) -> list[str]:
+    """Return the names whose objects a statement changes: ``name[0] = ...``, ``name.x = ...``, ``name.update(...)``."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        places: list[ast.expr] = [node.value.func]
+    elif isinstance(node, (ast.Assign, ast.AugAssign)):
+        places = node.targets if isinstance(node, ast.Assign) else [node.target]
+    else:
+        return []
+    found = []
+    for place in places:
+        base = place
+        while isinstance(base, (ast.Attribute, ast.Subscript)):
+            base = base.value
+        if base is not place and isinstance(base, ast.Name):
+            found.append(base.id)
+    return found
+
+
 def free_names(node: ast.AST) -> set[str]:
     """Return the names that a definition takes from the module around it, annotations and decorators included."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-        arguments = node.args
-        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        parameters += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
-        header: list[ast.AST | None] = [*arguments.defaults, *arguments.kw_defaults]
-        header += [parameter.annotation for parameter in parameters]
-        if isinstance(node, ast.Lambda):
-            body: list[ast.AST] = [node.body]
-        else:
-            header += [*node.decorator_list, node.returns]
-            body = list(node.body)
-        inside = set().union(*(free_names(statement) for statement in body))
-        local = {parameter.arg for parameter in parameters} | _stored(body)
-        outside = set().union(*(free_names(part) for part in header if part is not None))
-        return outside | (inside - local)
+        return set().union(*_function_names(node))
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
+    if isinstance(node, ast.Global):
+        return set(node.names)
     if isinstance(node, ast.ClassDef):
-        own = _stored(node.body)  # visible to the class's own statements, not to its methods
-        found = set[str]()
-        for part in ast.iter_child_nodes(node):
-            names = free_names(part)
-            found |= names if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) else names - own
+        found = set().union(*(free_names(part) for part in (*node.bases, *node.keywords, *node.decorator_list)))
+        own = set[str]()  # visible to the class's own statements from there on, not to the bodies of its methods
+        for part in node.body:
+            if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                header, inside = _function_names(part)
+                found |= (header - own) | inside
+            else:
+                found |= free_names(part) - own
+            own |= _stored([part])
         return found
     found = set().union(*(free_names(child) for child in ast.iter_child_nodes(node)))
     if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         found -= {name.id for generator in node.generators for name in ast.walk(generator.target)
                   if isinstance(name, ast.Name)}  # fmt: skip
+        found |= free_names(node.generators[0].iter)  # this one is evaluated outside
     return found
+
+
+def _function_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> tuple[set[str], set[str]]:
+    """Return the free names of what is evaluated where the function is defined, and those of its body."""
+    arguments = node.args
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    parameters += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
+    header: list[ast.AST | None] = [*arguments.defaults, *arguments.kw_defaults]
+    header += [parameter.annotation for parameter in parameters]
+    if isinstance(node, ast.Lambda):
+        body: list[ast.AST] = [node.body]
+    else:
+        header += [*node.decorator_list, node.returns]
+        body = list(node.body)
+    inside = set().union(*(free_names(statement) for statement in body))
+    local = {parameter.arg for parameter in parameters} | _stored(body)
+    return set().union(*(free_names(part) for part in header if part is not None)), inside - local
 
 
 def _stored(body: Iterable[ast.AST]) -> set[str]:
     """Return the names that statements of one scope bind, nested scopes left out, ``global`` ones left out."""
-    stored: set[str] = set()
-    for node in body:
+    stored, elsewhere = set[str](), set[str]()
+    pending = list(body)
+    while pending:
+        node = pending.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             stored.add(node.name)
         elif isinstance(node, ast.Global):
-            stored -= set(node.names)
+            elsewhere |= set(node.names)
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store):
                 stored.add(node.id)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             stored |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
-            stored |= ({node.name} if node.name else set()) | _stored(ast.iter_child_nodes(node))
-        elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            stored |= _stored(ast.iter_child_nodes(node))
-    return stored
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            stored |= {name.target.id for name in ast.walk(node) if isinstance(name, ast.NamedExpr)}
+        elif not isinstance(node, ast.Lambda):
+            if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+                stored.add(node.name)
+            if isinstance(node, ast.MatchMapping) and node.rest:
+                stored.add(node.rest)
+            pending += ast.iter_child_nodes(node)
+    return stored - elsewhere

@@ -54,15 +54,22 @@ def resolve(spec: str) -> Source:
         except WheelError as error:
             raise SpecError(str(error)) from error
         return Source(spec, resolved, text)
-    if Path(spec).exists() or spec.endswith(".py") or "/" in spec:
+    if spec.endswith(".py") or "/" in spec or _exists(spec):
         return _file(spec, Path(spec))
     if match := re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", spec):
         return _module(spec, match[1], match[2])
     raise SpecError(f"spec={spec!r} names no subject{nearest(spec, NAMED)}. Use {SPECS}")
 
 
+def _exists(spec: str) -> bool:
+    try:
+        return Path(spec).exists()
+    except OSError:  # longer than a file name can be
+        return False
+
+
 def _file(spec: str, path: Path, name: str = DEFAULT_NAME) -> Source:
-    if path.is_dir():
+    if _exists(str(path)) and path.is_dir():
         candidates = [path / BACKENDS, path / "pytorch/attention/dot_product_attention/backends.py",
                       path / "backends.py"]  # fmt: skip
         found = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -72,18 +79,19 @@ def _file(spec: str, path: Path, name: str = DEFAULT_NAME) -> Source:
         path = found
     try:
         text = path.read_bytes().decode()
-    except OSError as error:
-        raise SpecError(f"spec={spec!r} cannot be read: {error.strerror}. Use {SPECS}") from error
     except UnicodeDecodeError as error:
         raise SpecError(f"spec={spec!r} is no Python source: not UTF-8 at byte {error.start}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SpecError(f"spec={spec!r} cannot be read: {reason}. Use {SPECS}") from error
     return Source(spec, str(path.resolve()), text, name)
 
 
 def _module(spec: str, module: str, name: str) -> Source:
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise SpecError(f"spec={spec!r}: module {module!r} cannot be found: {error}") from error
+    except Exception as error:  # it imports the packages around the module, and they may raise anything
+        raise SpecError(f"spec={spec!r}: module {module!r} cannot be found: {type(error).__name__}: {error}") from error
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         raise SpecError(f"spec={spec!r}: module {module!r} is not installed as Python source. Use {SPECS}")
     return _file(spec, Path(found.origin), name)

@@ -46,18 +46,18 @@ class Convention:
     """How a subject is called, read from the signature of its ``forward`` by parameter name.
 
     ``parameters`` are the names after ``ctx``; ``bag`` is the class of the argument bag, or None where every value is
-    a positional argument; ``defaulted`` are the parameters that may be left out.
+    a positional argument; ``defaults`` are those of the parameters that may be left out.
     """
 
     parameters: tuple[str, ...]
-    defaulted: frozenset[str]
+    defaults: Mapping[str, Any]
     bag: type | None
     bag_parameter: str | None = None
 
     def check(self, names: Collection[str]) -> None:
         """Raise LoadError for a parameter or a field of the bag that is not among ``names`` and has no default."""
         for name in self.parameters:
-            if name not in names and name not in self.defaulted and name != self.bag_parameter:
+            if name not in names and name not in self.defaults and name != self.bag_parameter:
                 raise LoadError(f"forward takes {name!r}, which has no default and no meaning to this harness")
         for name, has_default in self._fields():
             if name not in names and not has_default:
@@ -67,17 +67,19 @@ class Convention:
     def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the positional arguments for a call with the named values.
 
-        Parameters stand in order, so from the first one without a value on, defaults take over.
+        A parameter without a value takes its default. It is left out where no parameter with a value follows, as a
+        caller that does not know it would do.
         """
         arguments: list[Any] = []
-        for name in self.parameters:
+        given = [index for index, name in enumerate(self.parameters) if name in values or name == self.bag_parameter]
+        for name in self.parameters[: max(given, default=-1) + 1]:
             if self.bag is not None and name == self.bag_parameter:
                 fields = [field for field, _ in self._fields()]
                 arguments.append(self.bag(**{field: values[field] for field in fields if field in values}))
             elif name in values:
                 arguments.append(values[name])
             else:
-                break
+                arguments.append(self.defaults[name])
         return tuple(arguments)
 
     def _fields(self) -> list[tuple[str, bool]]:
@@ -120,6 +122,7 @@ def load(source: Source, engine: Engine, seam: Mapping[str, object] | None = Non
     part = slice_source(source.text, source.resolved, source.name, bound, also=(BAG,))
     module = types.ModuleType(f"harness_subject_{source.sha256[:8]}_{next(_serial)}")
     module.__file__ = source.resolved
+    module.__package__ = ""  # a relative import fails at once: there is no package around a slice
     linecache.cache[source.resolved] = (
         len(source.text), None, source.text.splitlines(keepends=True), source.resolved,
     )  # fmt: skip
@@ -142,7 +145,8 @@ def load(source: Source, engine: Engine, seam: Mapping[str, object] | None = Non
         )
     sys.modules[module.__name__] = module  # dataclass looks its module up here
     try:
-        exec(compile(part.tree, source.resolved, "exec"), module.__dict__)
+        code = compile(part.tree, source.resolved, "exec", dont_inherit=True)  # not this file's __future__
+        exec(code, module.__dict__)
     except Exception as error:
         raise LoadError(f"{source.spec}: its definitions cannot be run: {type(error).__name__}: {error}") from error
     function = getattr(module, source.name)
@@ -169,6 +173,8 @@ def load(source: Source, engine: Engine, seam: Mapping[str, object] | None = Non
 def _import(wanted: Import, source: Source) -> Any:
     try:
         module = importlib.import_module(wanted.module)
+        for submodule in wanted.submodules:
+            importlib.import_module(submodule)
     except ImportError as error:
         raise LoadError(f"{source.spec}: it imports {wanted.module}, which is not installed here: {error}") from error
     if wanted.original is None:
@@ -188,22 +194,22 @@ def _convention(function: type, module: types.ModuleType, source: Source) -> Con
            for parameter in parameters):  # fmt: skip
         raise LoadError(f"{source.spec}: forward takes *args or keyword-only values, and autograd passes neither")
     names = tuple(parameter.name for parameter in parameters)
-    defaulted = frozenset(p.name for p in parameters if p.default is not p.empty)
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     absent = [name for name in TENSOR_PARAMETERS if name not in names]
     if absent:
         raise LoadError(f"{source.spec}: forward has no parameter {', '.join(absent)}; it takes {', '.join(names)}")
     if "qkv_layout" in names:
-        return Convention(names, defaulted, None)
+        return Convention(names, defaults, None)
     others = [parameter for parameter in parameters if parameter.name not in TENSOR_PARAMETERS]
     for parameter in others:
         annotation = parameter.annotation
         if isinstance(annotation, str):
             annotation = getattr(module, annotation, None)
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            return Convention(names, defaulted, annotation, parameter.name)
+            return Convention(names, defaults, annotation, parameter.name)
     bag = getattr(module, BAG, None)
     if isinstance(bag, type) and len(others) == 1:
-        return Convention(names, defaulted, bag, others[0].name)
+        return Convention(names, defaults, bag, others[0].name)
     raise LoadError(f"{source.spec}: forward({', '.join(names)}) takes neither every value by position nor five "
                     "tensors and a bag whose dataclass an annotation names")  # fmt: skip
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 KNOWN_SHA256 = {
@@ -47,14 +48,17 @@ def wheel_source(version: str, member: str) -> tuple[str, str]:
     wheel = cache_folder() / f"transformer_engine-{version}-py3-none-any.whl"
     if not wheel.is_file():
         _download(version, wheel)
-    _check(version, wheel)
     try:
+        digest = _check(version, wheel)
         with zipfile.ZipFile(wheel) as archive:
             text = archive.read(member).decode()
+        _record(version, wheel, digest)
     except KeyError as error:
         raise WheelError(f"version={version}: its wheel has no {member}; try a newer release") from error
-    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
         raise WheelError(f"{wheel} is damaged ({error}); delete it and run again") from error
+    except OSError as error:
+        raise WheelError(f"the cache {wheel.parent} cannot be used: {error}. Set HARNESS_CACHE") from error
     return f"{wheel.name}!{member}", text
 
 
@@ -79,13 +83,25 @@ def _download(version: str, wheel: Path) -> None:
         raise WheelError(f"the cache {wheel.parent} cannot be written: {error.strerror}. Set HARNESS_CACHE") from error
 
 
-def _check(version: str, wheel: Path) -> None:
+def _check(version: str, wheel: Path) -> str:
+    """Return the wheel's hash; raises WheelError where it is not the one that is known or recorded."""
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    record = wheel.with_suffix(".sha256")
     expected = KNOWN_SHA256.get(version)
-    if expected is None and record.is_file():
+    what = f"delete {wheel.name} and run again"
+    if expected is None and (record := _record_path(wheel)).is_file():
         expected = record.read_text().strip()
-    if expected is None:
+        what = f"delete {wheel.name} and, if the new one is refused too and you trust it, {record.name}"
+    if expected is not None and digest != expected:
+        raise WheelError(f"{wheel} has sha256 {digest}, and {expected} is recorded; {what}")
+    return digest
+
+
+def _record(version: str, wheel: Path, digest: str) -> None:
+    """Keep the hash of a release that is not known, once its wheel has turned out to be whole."""
+    record = _record_path(wheel)
+    if version not in KNOWN_SHA256 and not record.is_file():
         record.write_text(digest + "\n")
-    elif digest != expected:
-        raise WheelError(f"{wheel} has sha256 {digest}, and {expected} is recorded; delete it and run again")
+
+
+def _record_path(wheel: Path) -> Path:
+    return wheel.with_suffix(".sha256")
