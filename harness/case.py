@@ -42,6 +42,8 @@ class Case:
     """One configuration, in TransformerEngine's own terms where it has them.
 
     Sizes are in elements and tokens. ``requires_grad`` names the tensor inputs whose gradient is asked for;
+    ``pad_between_seqs`` leaves rows that belong to no sequence between and after those of a THD layout, and lets a
+    sequence be empty; ``page_size`` is in tokens, and a paged layout needs it.
     ``output_grad`` is how the gradient of the output lies in memory; ``generator`` says whether ``rng_gen`` is given;
     ``seed`` draws every tensor, sequence length and generator state. ``attn_scale`` None means 1/sqrt(head_dim_qk).
     """
@@ -68,6 +70,8 @@ class Case:
     fast_zero_fill: bool = True
     return_max_logit: bool = False
     generator: str = "default"
+    pad_between_seqs: bool = False
+    page_size: int | None = None
     requires_grad: tuple[str, ...] = ("q", "k", "v")
     output_grad: str = "contiguous"
     layer_number: int = 1
@@ -312,6 +316,19 @@ RULES: tuple[Callable[[Case], str | None], ...] = (
     _when(
         lambda case: case.layout.parts == 2 and len({"k", "v"} & set(case.requires_grad)) == 1,
         "requires_grad={requires_grad}: qkv_layout={qkv_layout} has one buffer for k and v, so they go together",
+    ),
+    _when(
+        lambda case: case.pad_between_seqs and not case.layout.thd,
+        "pad_between_seqs=true has no meaning with qkv_layout={qkv_layout}; only THD layouts have such rows",
+    ),
+    _when(
+        lambda case: case.page_size is not None and not case.layout.paged,
+        "page_size={page_size} has no meaning with qkv_layout={qkv_layout}; leave it out",
+    ),
+    _when(
+        lambda case: case.layout.paged and (not case.page_size or case.page_size < 1
+                                            or case.max_seqlen_kv % case.page_size != 0),
+        "page_size={page_size}: qkv_layout={qkv_layout} needs one that divides max_seqlen_kv={max_seqlen_kv}",
     ),
     _when(
         lambda case: not 0 <= case.seed < 1 << 63,

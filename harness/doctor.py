@@ -53,8 +53,6 @@ class Diagnosis:
 
 def diagnose(name: str) -> Diagnosis:
     """Return what an engine can check here: each layout with a plain case, each feature with a plain layout."""
-    from harness.inputs import not_drawn
-
     try:
         engine = get_engine(name)
     except EngineUnavailable as error:
@@ -65,12 +63,14 @@ def diagnose(name: str) -> Diagnosis:
             case = Case.from_dict({**_PLAIN, **changes})
         except CaseError as error:
             return Finding(what, False, str(error))
-        reason = not_drawn(case) or engine.unsupported(case)
+        reason = engine.unsupported(case)
         return Finding(what, reason is None, reason or "")
 
     def layout(row: str) -> Finding:
-        padded = LAYOUTS[row].thd or LAYOUTS[row].paged
-        return check(row, qkv_layout=row, attn_mask_type="padding" if padded else "no_mask")
+        changes: dict[str, object] = {"attn_mask_type": "padding"} if LAYOUTS[row].thd or LAYOUTS[row].paged else {}
+        if LAYOUTS[row].paged:
+            changes |= {"page_size": 16, "requires_grad": (), "is_training": False}
+        return check(row, qkv_layout=row, **changes)
 
     return Diagnosis(
         name,

@@ -8,6 +8,7 @@ result, and one that multiplies them by zero does not turn the whole tile into N
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,13 +60,13 @@ class Live:
 class Inputs:
     """The master copy of a case's tensors: ``fresh()`` gives a set to call a subject with, ``changes`` checks it after.
 
-    ``lengths_q`` and ``lengths_kv`` are the actual sequence lengths in tokens, one per batch entry.
+    ``q`` and ``kv`` say where the tokens of each side lie.
     """
 
     case: Case
     masters: dict[str, Buffer]
-    lengths_q: tuple[int, ...]
-    lengths_kv: tuple[int, ...]
+    q: Geometry
+    kv: Geometry
 
     def fresh(self, generator: torch.Generator | None = None) -> Live:
         """Return a set of tensors in memory of their own, with the case's requires_grad pattern."""
@@ -85,7 +86,7 @@ class Inputs:
             if name in buffers:
                 tensors[name] = leaves[name] = buffers[name].inner().requires_grad_(name in case.requires_grad)
         for name in buffers:
-            if name.startswith("cu_seqlens"):
+            if name.startswith(("cu_seqlens", "page_table")):
                 tensors[name] = buffers[name].inner()
         return Live(buffers, tensors, leaves, _stride(buffers["output_grad"].inner(), case), generator)
 
@@ -111,23 +112,51 @@ class Inputs:
         return found
 
 
-def not_drawn(case: Case) -> str | None:
-    """Return why no tensors can be drawn for a case, or None."""
-    if case.layout.thd:
-        return f"qkv_layout={case.qkv_layout}: THD inputs are not drawn by this version"
-    if case.layout.paged:
-        return f"qkv_layout={case.qkv_layout}: paged KV inputs are not drawn by this version"
-    return None
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the tokens of one side lie, in tokens.
+
+    ``lengths`` are the actual sequence lengths; ``offsets`` [b+1] the first row of each sequence in a THD buffer, and
+    the end of the last; ``rows`` how many rows a THD buffer has.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    rows: int
+
+
+def geometry(case: Case) -> tuple[Geometry, Geometry]:
+    """Draw where the tokens of q and of kv lie; the same case gives the same on every machine."""
+    draw = random.Random(case.seed)
+    q = _geometry(case, case.max_seqlen_q, case.layout.q_format, draw)
+    if case.layout.parts == 1:
+        return q, q
+    return q, _geometry(case, case.max_seqlen_kv, case.layout.kv_format, draw)
+
+
+def _geometry(case: Case, longest: int, layout_format: str, draw: random.Random) -> Geometry:
+    """Draw lengths: full without padding, else up to the longest, one of them the longest; and gaps where asked.
+
+    A dense side has no gaps: its padded offsets are its cumulative lengths, which is what callers send.
+    """
+    lengths = [longest] * case.batch_size
+    gaps = [0] * (case.batch_size + 1)
+    if padding(case.attn_mask_type):
+        lengths = [draw.randint(0 if case.pad_between_seqs else 1, longest) for _ in lengths]
+        if case.batch_size > 1 or not any(lengths):
+            lengths[draw.randrange(case.batch_size)] = longest
+    if case.pad_between_seqs and layout_format == "thd":
+        gaps = [draw.randint(0, 3) for _ in gaps[:-1]] + [draw.randint(1, 5)]
+    offsets = [0, *itertools.accumulate(length + gap for length, gap in zip(lengths, gaps, strict=False))]
+    return Geometry(tuple(lengths), tuple(offsets), offsets[-1] + gaps[-1])
 
 
 def build(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """Draw the tensors of a case; the same case gives the same bits on every machine and device."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
-    lengths_q = _lengths(case, case.max_seqlen_q, generator)
-    one_part = case.layout.parts == 1
-    lengths_kv = lengths_q if one_part else _lengths(case, case.max_seqlen_kv, generator)
-    shapes = {
+    q, kv = geometry(case)
+    heads = {
         "q": (case.num_heads, case.head_dim_qk),
         "k": (case.num_gqa_groups, case.head_dim_qk),
         "v": (case.num_gqa_groups, case.head_dim_v),
@@ -135,16 +164,16 @@ def build(case: Case, device: torch.device | str = "cpu") -> Inputs:
     contents: dict[str, torch.Tensor] = {}
     for name, parts in _parts(case).items():
         is_q = parts[0] == "q"
-        tokens = case.max_seqlen_q if is_q else case.max_seqlen_kv
         layout_format = case.layout.q_format if is_q else case.layout.kv_format
-        outer = _outer(layout_format, case.batch_size, tokens)
-        inner = shapes[parts[0]]
+        inner: tuple[int, ...] = heads[parts[0]]
         if len(parts) > 1:
             hd = str(case.layout.packing).endswith("hd")
-            inner = (len(parts), *inner) if hd else (inner[0], len(parts), inner[1])  # type: ignore[assignment]
-        values = torch.randn((*outer, *inner), generator=generator)
-        _poison(values, layout_format, lengths_q if is_q else lengths_kv)
-        contents[name] = values.to(dtype)
+            inner = (len(parts), *inner) if hd else (inner[0], len(parts), inner[1])
+        longest = case.max_seqlen_q if is_q else case.max_seqlen_kv
+        contents[name] = _tokens(case, q if is_q else kv, longest, layout_format, inner, generator).to(dtype)
+    if case.layout.paged:
+        for name in ("k", "v"):
+            contents[name], contents[f"page_table_{name}"] = _paged(case, contents[name], generator)
     if case.has_bias:
         contents["attn_bias"] = torch.randn(bias_sizes(case), generator=generator).to(dtype)
     if case.has_softmax_offset:
@@ -153,17 +182,58 @@ def build(case: Case, device: torch.device | str = "cpu") -> Inputs:
             drawn = torch.rand(offset.shape, generator=generator) * 2 + 1
             offset = torch.where(torch.arange(case.num_heads).view_as(offset) % 2 == 0, drawn, -drawn)
         contents["softmax_offset"] = offset
-    contents["output_grad"] = torch.randn(
-        (*_outer(case.layout.q_format, case.batch_size, case.max_seqlen_q), case.num_heads, case.head_dim_v),
-        generator=generator,
-    ).to(dtype)
-    for side, lengths in (("q", lengths_q), ("kv", lengths_kv)):
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        contents[f"cu_seqlens_{side}"] = offsets
-        if padding(case.attn_mask_type):
-            contents[f"cu_seqlens_{side}_padded"] = offsets
+    outer = _outer(case, q, case.max_seqlen_q, case.layout.q_format)
+    contents["output_grad"] = torch.randn((*outer, case.num_heads, case.head_dim_v), generator=generator).to(dtype)
+    for side, place in (("q", q), ("kv", kv)):
+        contents[f"cu_seqlens_{side}"] = _int32([0, *itertools.accumulate(place.lengths)])
+        if padding(case.attn_mask_type) or case.layout.thd:
+            contents[f"cu_seqlens_{side}_padded"] = _int32(place.offsets)
     masters = {name: _buffer(values, device) for name, values in contents.items()}
-    return Inputs(case, masters, lengths_q, lengths_kv)
+    return Inputs(case, masters, q, kv)
+
+
+def _int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _outer(case: Case, place: Geometry, longest: int, layout_format: str) -> tuple[int, ...]:
+    """Return the dimensions of a tensor before its heads."""
+    if layout_format == "thd":
+        return (place.rows,)
+    return (case.batch_size, longest) if layout_format.startswith("b") else (longest, case.batch_size)
+
+
+def _tokens(
+    case: Case, place: Geometry, longest: int, layout_format: str, inner: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """Draw one buffer of tokens; rows that belong to no sequence hold plus or minus PADDING_POISON."""
+    values = torch.randn((*_outer(case, place, longest, layout_format), *inner), generator=generator)
+    if layout_format == "thd":
+        real = torch.zeros(place.rows, dtype=torch.bool)
+        for length, start in zip(place.lengths, place.offsets, strict=False):
+            real[start : start + length] = True
+    else:
+        real = torch.arange(longest)[None, :] < torch.tensor(place.lengths)[:, None]
+        real = real if layout_format.startswith("b") else real.t()
+    real = real.reshape(*real.shape, *(1 for _ in inner))
+    return torch.where(real, values, values.sign() * PADDING_POISON)
+
+
+SPARE_PAGES = 2
+
+
+def _paged(case: Case, tokens: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of a dense k or v spread over shuffled pages of a cache, and the page table [b, pages]."""
+    assert case.page_size is not None
+    if not case.layout.kv_format.startswith("b"):
+        tokens = tokens.transpose(0, 1)
+    pages = tokens.reshape(-1, case.page_size, *tokens.shape[2:])
+    order = torch.randperm(len(pages) + SPARE_PAGES, generator=generator)
+    cache = torch.full((len(order), *pages.shape[1:]), PADDING_POISON, dtype=tokens.dtype)
+    cache[order[: len(pages)]] = pages
+    if not case.layout.kv_format.startswith("b"):
+        cache = cache.transpose(0, 1).contiguous()
+    return cache, order[: len(pages)].view(case.batch_size, -1).to(torch.int32)
 
 
 def bias_sizes(case: Case) -> tuple[int, int, int, int]:
@@ -184,26 +254,6 @@ def _parts(case: Case) -> dict[str, tuple[str, ...]]:
         2: {"q": ("q",), "kv": ("k", "v")},
         3: {"q": ("q",), "k": ("k",), "v": ("v",)},
     }[case.layout.parts]  # type: ignore[return-value]
-
-
-def _outer(layout_format: str, batch: int, tokens: int) -> tuple[int, int]:
-    return (batch, tokens) if layout_format.startswith("b") else (tokens, batch)
-
-
-def _lengths(case: Case, longest: int, generator: torch.Generator) -> tuple[int, ...]:
-    """Draw actual lengths: full without padding; else between 1 and the longest, one of them the longest."""
-    if not padding(case.attn_mask_type):
-        return (longest,) * case.batch_size
-    drawn = torch.randint(1, longest + 1, (case.batch_size,), generator=generator).tolist()
-    if case.batch_size > 1:
-        drawn[int(torch.randint(0, case.batch_size, (), generator=generator))] = longest
-    return tuple(drawn)
-
-
-def _poison(values: torch.Tensor, layout_format: str, lengths: tuple[int, ...]) -> None:
-    for index, length in enumerate(lengths):
-        rows = values[index, length:] if layout_format.startswith("b") else values[length:, index]
-        rows.sign_().mul_(PADDING_POISON)
 
 
 def _buffer(values: torch.Tensor, device: torch.device | str) -> Buffer:

@@ -17,6 +17,7 @@ LANES: dict[str, Callable[[Case], bool]] = {
     ),
     "packed F16": lambda case: _f16(case) and case.layout.packing is not None and not case.layout.thd,
     "THD": lambda case: case.layout.thd,
+    "THD with gaps": lambda case: case.pad_between_seqs,
     "paged": lambda case: case.layout.paged,
     "FP32": lambda case: case.dtype == "fp32",
     "padding": lambda case: padding(case.attn_mask_type),

@@ -15,13 +15,15 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
-from harness.case import BIAS_SHAPES, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case, causal
+from harness.case import BIAS_SHAPES, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case, causal, padding
 from harness.layouts import LAYOUTS
 
 BATCHES = (1, 2, 3, 5)
 GROUPS = (1, 2, 3, 4)
 HEADS_PER_GROUP = (1, 2, 3)
 TOKENS = (1, 3, 6, 16, 24, 40, 65)
+PAGE_SIZES = (1, 4, 16)
+PAGES = (1, 2, 3)
 HEAD_DIMS = (8, 16, 32, 64)
 SCALES = (None, 0.5, 0.07)
 DROPOUTS = (0.0, 0.1, 0.5)
@@ -42,23 +44,29 @@ def cases(draw: st.DrawFn, layouts: Sequence[str] = tuple(LAYOUTS), dtypes: Sequ
     num_gqa_groups = draw(st.sampled_from(GROUPS))
     num_heads = num_gqa_groups * (1 if layout.parts == 1 else draw(st.sampled_from(HEADS_PER_GROUP)))
     max_seqlen_q = draw(st.sampled_from(TOKENS))
-    max_seqlen_kv = max_seqlen_q if layout.parts == 1 else draw(st.sampled_from(TOKENS))
+    page_size = draw(st.sampled_from(PAGE_SIZES)) if layout.paged else None
+    if page_size is not None:
+        max_seqlen_kv = page_size * draw(st.sampled_from(PAGES))
+    else:
+        max_seqlen_kv = max_seqlen_q if layout.parts == 1 else draw(st.sampled_from(TOKENS))
     head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
     head_dim_v = head_dim_qk if layout.parts < 3 else draw(st.sampled_from((head_dim_qk, *HEAD_DIMS)))
-    mask = draw(st.sampled_from(MASKS))
+    ragged = layout.thd or layout.paged  # these need the lengths that a padding mask gives
+    mask = draw(st.sampled_from([name for name in MASKS if padding(name) or not ragged]))
     windowed = draw(_seldom(4))
     left = draw(st.sampled_from((0, 1, 4, 13))) if windowed else -1
     right = 0 if causal(mask) else draw(st.sampled_from((0, 2, 7))) if windowed else -1
     alibi = ("alibi",) if causal(mask) else ()
-    attn_bias_type = draw(st.sampled_from(("no_bias", "no_bias", "post_scale_bias", *alibi)))
+    bias_types = ("no_bias",) if layout.paged else ("no_bias", "no_bias", "post_scale_bias", *alibi)
+    attn_bias_type = draw(st.sampled_from(bias_types))
     bias_shape = draw(st.sampled_from(BIAS_SHAPES)) if attn_bias_type == "post_scale_bias" else "1hss"
     softmax_type = draw(st.sampled_from(("vanilla", *SOFTMAX_TYPES)))
-    is_training = not draw(_seldom(8))
+    is_training = not layout.paged and not draw(_seldom(8))
     groups = {1: (("q", "k", "v"),), 2: (("q",), ("k", "v")), 3: (("q",), ("k",), ("v",))}[layout.parts]
     optional = [("attn_bias",)] * (attn_bias_type == "post_scale_bias") + [("softmax_offset",)] * (
         softmax_type == "learnable"
     )
-    frozen = {group for group in (*groups, *optional) if draw(_seldom(6))}
+    frozen = {group for group in (*groups, *optional) if layout.paged or draw(_seldom(6))}  # paged: forward only
     return Case(
         qkv_layout=layout.name,
         dtype=draw(st.sampled_from(dtypes)),
@@ -82,6 +90,8 @@ def cases(draw: st.DrawFn, layouts: Sequence[str] = tuple(LAYOUTS), dtypes: Sequ
         fast_zero_fill=draw(st.sampled_from((True, False))),
         return_max_logit=draw(_seldom(8)),
         generator=draw(st.sampled_from(("default", "own"))),
+        pad_between_seqs=layout.thd and draw(st.sampled_from((False, True, True))),
+        page_size=page_size,
         requires_grad=tuple(name for group in (*groups, *optional) if group not in frozen for name in group),
         output_grad=draw(st.sampled_from(OUTPUT_GRADIENTS)),
         layer_number=draw(st.sampled_from((1, 7))),

@@ -18,8 +18,8 @@ from harness.strategies import cases
 any_case = cases(dtypes=DTYPES)
 
 PINNED = {
-    "68664064ee86": Case(),
-    "25f7b12fa585": Case(
+    "018857fcc960": Case(),
+    "fdde5ff20ccd": Case(
         qkv_layout="sbhd_sbh2d", dtype="fp32", num_heads=6, num_gqa_groups=3, max_seqlen_kv=24,
         attn_mask_type="padding_causal", window_size=(13, 0), attn_bias_type="post_scale_bias", bias_shape="b1ss",
         softmax_type="learnable", dropout_p=0.1, attn_scale=0.07, generator="own",
@@ -77,6 +77,12 @@ def test_every_field_takes_part_in_the_id(field: str) -> None:
     if field == "bias_shape":
         one = Case(attn_bias_type="post_scale_bias")
         two = one.replace(bias_shape="bhss")
+    elif field == "pad_between_seqs":
+        one = Case(qkv_layout="thd_thd_thd")
+        two = one.replace(pad_between_seqs=True)
+    elif field == "page_size":
+        one = Case(qkv_layout="paged_kv_thd_bshd_bshd", page_size=16)
+        two = one.replace(page_size=4)
     else:
         one = Case()
         value = getattr(one, field)
@@ -174,6 +180,7 @@ def test_a_whole_number_stands_for_a_float_and_a_truth_value_stands_for_no_numbe
 
 
 CAUSAL = {"attn_mask_type": "causal", "window_size": (-1, 0)}
+PAGED = {"qkv_layout": "paged_kv_bshd_bshd_bshd"}
 BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"qkv_layout": "sbh3"}, "qkv_layout='sbh3'"),
     ({"dtype": "float16"}, "dtype='float16'"),
@@ -206,6 +213,16 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"requires_grad": ("q", "k", "v", "softmax_offset"), "softmax_type": "off-by-one"}, "softmax_type=off-by-one"),
     ({"qkv_layout": "bs3hd", "requires_grad": ("q", "k")}, "requires_grad=['q', 'k']"),
     ({"qkv_layout": "bshd_bs2hd", "requires_grad": ("q", "v")}, "requires_grad=['q', 'v']"),
+    ({"pad_between_seqs": True}, "qkv_layout=sbhd_sbhd_sbhd"),
+    ({"pad_between_seqs": True, **PAGED, "page_size": 4}, "qkv_layout=paged_kv_bshd_bshd_bshd"),
+    ({"page_size": 16}, "page_size=16"),
+    ({"page_size": 16, "qkv_layout": "thd_thd_thd"}, "qkv_layout=thd_thd_thd"),
+    ({"page_size": 0}, "page_size=0"),
+    (PAGED, "page_size=None"),
+    (PAGED | {"page_size": 0}, "page_size=0"),
+    (PAGED | {"page_size": -4}, "page_size=-4"),
+    (PAGED | {"page_size": 5}, "max_seqlen_kv=16"),
+    (PAGED | {"page_size": 32}, "page_size=32"),
     ({"seed": -1}, "seed=-1"),
 )
 
@@ -225,6 +242,24 @@ def test_every_rule_is_the_first_that_some_invalid_case_breaks(monkeypatch: pyte
             case = Case.from_dict(fields)
         broken.add(next(index for index, rule in enumerate(RULES) if rule(case) is not None))
     assert broken == set(range(len(RULES))), "a rule that no case of BROKEN reaches first is not tested"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gaps_are_for_ragged_layouts_and_pages_for_paged_ones_which_need_them(layout: str) -> None:
+    row = LAYOUTS[layout]
+
+    def holds(**fields: Any) -> bool:
+        try:
+            Case(qkv_layout=layout, **fields)
+        except CaseError:
+            return False
+        return True
+
+    pages = {"page_size": 4} if row.paged else {}
+    assert holds(pad_between_seqs=True, **pages) == ("thd" in layout or layout in ("t3hd", "th3d"))
+    assert {size for size in (None, 1, 2, 3, 4, 8, 12, 16, 17) if holds(page_size=size)} == (
+        {1, 2, 4, 8, 16} if "paged" in layout else {None}
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1, 1.5])

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "execute": {"case", "inputs", "engines", "subjects", "observe", "compare", "judge", "lanes", "layouts",
                 "strategies"},
     "report": {"case", "judge", "lanes", "layouts", "execute"},
-    "doctor": {"case", "engines", "inputs", "layouts"},
+    "doctor": {"case", "engines", "layouts"},
     "replay": {"case", "execute", "subjects"},
     "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "layouts", "replay", "report", "subjects"},
     "harness": set(),

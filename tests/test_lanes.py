@@ -21,7 +21,11 @@ EXAMPLES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "dense F16": ({"qkv_layout": "sbhd_bshd_bshd"}, {"qkv_layout": "sbhd_bshd_bshd", "dtype": "fp32"}),
     "packed F16": ({"qkv_layout": "sbhd_sb2hd", "dtype": "fp16"}, {"qkv_layout": "sbhd_sb2hd", "dtype": "fp32"}),
     "THD": ({"qkv_layout": "thd_bshd_bshd"}, {"qkv_layout": "bshd_bshd_bshd"}),
-    "paged": ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, {"qkv_layout": "bshd_bshd_bshd"}),
+    "THD with gaps": (
+        {"qkv_layout": "thd_bshd_bshd", "pad_between_seqs": True},
+        {"qkv_layout": "thd_bshd_bshd", "pad_between_seqs": False},
+    ),
+    "paged": ({"qkv_layout": "paged_kv_bshd_bshd_bshd", "page_size": 16}, {"qkv_layout": "bshd_bshd_bshd"}),
     "FP32": ({"dtype": "fp32"}, {"dtype": "fp16"}),
     "padding": (
         {"attn_mask_type": "padding_causal_bottom_right", "window_size": (-1, 0)},

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 
-from harness.case import BIAS_SHAPES, DTYPES, GENERATORS, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case
+from harness.case import BIAS_SHAPES, DTYPES, GENERATORS, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case, padding
+from harness.engines.api import get_engine
 from harness.layouts import LAYOUTS
-from harness.strategies import BATCHES, GROUPS, HEAD_DIMS, TOKENS, cases, draw_cases, smallest
+from harness.strategies import BATCHES, GROUPS, HEAD_DIMS, PAGE_SIZES, PAGES, TOKENS, cases, draw_cases, smallest
 
 
 @functools.cache
@@ -18,13 +19,14 @@ def drawn() -> list[Case]:
     return draw_cases(cases(dtypes=DTYPES), 700, seed=0)
 
 
+PAGED_TOKENS = {size * pages for size in PAGE_SIZES for pages in PAGES}
 REACHED: dict[str, set[object]] = {
     "qkv_layout": set(LAYOUTS),
     "dtype": set(DTYPES),
     "batch_size": set(BATCHES),
     "num_gqa_groups": set(GROUPS),
     "max_seqlen_q": set(TOKENS),
-    "max_seqlen_kv": set(TOKENS),
+    "max_seqlen_kv": {*TOKENS, *PAGED_TOKENS},
     "head_dim_qk": set(HEAD_DIMS),
     "head_dim_v": set(HEAD_DIMS),
     "attn_mask_type": set(MASKS),
@@ -37,6 +39,8 @@ REACHED: dict[str, set[object]] = {
     "fast_zero_fill": {True, False},
     "return_max_logit": {True, False},
     "generator": set(GENERATORS),
+    "pad_between_seqs": {False, True},
+    "page_size": {None, *PAGE_SIZES},
     "output_grad": set(OUTPUT_GRADIENTS),
     "dropout_p": {0.0, 0.1, 0.5},
     "attn_scale": {None, 0.5, 0.07},
@@ -47,6 +51,32 @@ REACHED: dict[str, set[object]] = {
 @pytest.mark.parametrize("field", REACHED)
 def test_every_value_of_a_field_is_drawn_and_no_other(field: str) -> None:
     assert {getattr(case, field) for case in drawn()} == REACHED[field]
+
+
+def test_keys_of_a_paged_cache_fill_whole_pages_and_others_have_the_lengths_of_queries() -> None:
+    paged = draw_cases(cases(layouts=[name for name, row in LAYOUTS.items() if row.paged]), 400, seed=0)
+    assert {(case.page_size, case.max_seqlen_kv) for case in paged} == {
+        (size, size * pages) for size in PAGE_SIZES for pages in PAGES
+    }
+    assert {case.max_seqlen_kv for case in drawn() if not case.layout.paged} == set(TOKENS)
+
+
+@pytest.mark.parametrize("layout", [name for name, row in LAYOUTS.items() if row.thd])
+def test_a_ragged_layout_is_drawn_with_gaps_and_without_and_no_other_has_gaps(layout: str) -> None:
+    assert {case.pad_between_seqs for case in drawn() if case.qkv_layout == layout} == {False, True}
+    assert not any(case.pad_between_seqs for case in drawn() if not case.layout.thd)
+
+
+def test_ragged_and_paged_layouts_are_drawn_with_every_mask_that_they_can_have() -> None:
+    needing = [case for case in drawn() if case.layout.thd or case.layout.paged]
+    assert {case.attn_mask_type for case in needing} == {mask for mask in MASKS if padding(mask)}
+    free = [case for case in drawn() if not case.layout.thd and not case.layout.paged]
+    assert {case.attn_mask_type for case in free} == set(MASKS)
+
+
+def test_the_reference_engine_takes_everything_that_is_drawn() -> None:
+    engine = get_engine("reference")
+    assert {engine.unsupported(case) for case in drawn()} == {None}
 
 
 def test_every_field_varies() -> None:

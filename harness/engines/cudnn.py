@@ -143,10 +143,21 @@ class CudnnEngine:
                 case.return_max_logit, False, case.deterministic,
             )  # fmt: skip
             return backend, ""
-        from harness.inputs import bias_sizes
+        from harness.inputs import SPARE_PAGES, bias_sizes, geometry
 
         output_format = fused.QKVFormat[case.layout.q_format]
         sizes = bias_sizes(case) if case.has_bias else (0, 0, 0, 0)
+        extra: dict[str, int] = {}
+        q, kv = geometry(case)
+        for side, place, layout_format in (("q", q, case.layout.q_format), ("kv", kv, case.layout.kv_format)):
+            if layout_format == "thd":
+                extra[f"num_tokens_{side}"] = place.rows
+        if case.page_size:
+            pages = case.max_seqlen_kv // case.page_size
+            for name in ("k", "v"):
+                extra[f"num_pages_{name}"] = case.batch_size * pages + SPARE_PAGES
+                extra[f"page_size_{name}"] = case.page_size
+                extra[f"max_pages_per_seq_{name}"] = pages
         question = parameters(
             is_training=training,
             deterministic=case.deterministic,
@@ -161,6 +172,7 @@ class CudnnEngine:
             **kinds,
             o_format=output_format,
             do_format=output_format,
+            **extra,
             batch_size=case.batch_size,
             num_attn_heads=case.num_heads,
             num_gqa_groups=case.num_gqa_groups,

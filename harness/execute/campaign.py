@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -112,8 +113,11 @@ class Campaign:
 
         case = smallest(self._strategy(drawn.layout), drawn.count, drawn.seed, drawn.case, fails)
         result = self.pair.run(case)
-        path = self.folder / "failures" / f"{case.id}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = self.folder / "failures"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Two differences may shrink to one case: each keeps a file of its own.
+        names = itertools.chain((case.id,), (f"{case.id}-{number}" for number in itertools.count(2)))
+        path = next(file for name in names if not (file := folder / f"{name}.json").exists())
         stored = {**self.describe, "path": signature[0], "kind": signature[1], "case": case.to_dict()}
         path.write_text(json.dumps(stored, indent=1) + "\n")
         event = result.event()
@@ -124,7 +128,7 @@ class Campaign:
             "from_case_id": drawn.case.id,
             "case_id": case.id,
             "case": event["case"],
-            "file": f"failures/{case.id}.json",
+            "file": f"failures/{path.name}",
             "differences": event["differences"],
         })  # fmt: skip
 

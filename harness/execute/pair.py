@@ -13,7 +13,7 @@ import torch
 from harness.case import Case
 from harness.compare import Difference, compare
 from harness.engines.api import Engine
-from harness.inputs import build, not_drawn
+from harness.inputs import build
 from harness.judge import Judgement, Noise, Outcome, judge, unstable
 from harness.lanes import lanes_of
 from harness.observe.run_pass import observe
@@ -24,7 +24,8 @@ from harness.subjects.subject import Subject, load
 
 NOISE_RUNS = 6
 """Further runs of each side where the candidate differs in the values of tensors alone: two runs of a noisy kernel
-often agree by luck, and a difference must not be reported on such luck."""
+often agree by luck, and a difference must not be reported on such luck. Where more than values differs, two more runs
+of the control show whether it stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Pair:
         start = time.perf_counter()
         both_raised = False
         notes: tuple[str, ...] = ()
-        refusal = not_drawn(case) or self.engine.unsupported(case)
+        refusal = self.engine.unsupported(case)
         if refusal is not None:
             judgement = Judgement("unsupported", reason=refusal)
         else:
@@ -89,6 +90,8 @@ class Pair:
                 judgement, both_raised, notes = self._run(case)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 judgement = Judgement("error", reason=f"out of memory: {error}")
+            except Exception as error:  # a subject's own exceptions are part of its observation: this one is ours
+                judgement = Judgement("error", reason=f"the harness failed: {type(error).__name__}: {error}")
         return CaseResult(
             case,
             judgement.outcome,
@@ -118,9 +121,11 @@ class Pair:
             return Judgement("unsupported", reason=refusals[0]), False, ()
         differences = compare(control, candidate)
         own = {"control": [compare(control, again)], "candidate": list[list[Difference]]()}
-        if differences and not unstable([differences]):
-            for side, first in (("control", control), ("candidate", candidate)):
-                own[side] += [compare(first, once(side)) for _ in range(NOISE_RUNS)]
+        if differences:
+            values_only = not unstable([differences])
+            own["control"] += [compare(control, once("control")) for _ in range(NOISE_RUNS if values_only else 2)]
+            if values_only:
+                own["candidate"] += [compare(candidate, once("candidate")) for _ in range(NOISE_RUNS)]
         judgement = judge(differences, own["control"], own["candidate"])
         both_raised = control.exception() is not None and candidate.exception() is not None
         return judgement, both_raised, _shared_breaches(control, candidate)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from harness.inputs import Inputs, Live
 from harness.observe.values import Array, Observation, Plain, Value, plain
 
 Key = tuple[Any, ...]
+
+WRITTEN = ", written to since"
+"""Ends the meaning of a result that the subject changed in place: what is in it is the kernel's alone no more."""
+
+
+class HarnessFault(RuntimeError):
+    """Something went wrong in the watching, not in what is watched."""
 
 
 class Recorder:
@@ -32,32 +40,49 @@ class Recorder:
         self._versions: dict[int, int] = {}
         self._valid: dict[Key, torch.Tensor] = {}
         self.padding_defined = padding_defined
+        self._fault: Exception | None = None
         for name, tensor in live.tensors.items():
             self._names.setdefault(_key(tensor), f"input {name}")
             self._versions[_storage(tensor)] = tensor._version
         self._names.setdefault(_key(live.output_grad), "gradient of the output")
         self._versions[_storage(live.output_grad)] = live.output_grad._version
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Mark code that watches: what it raises inside a subject's call is not the subject's doing."""
+        try:
+            yield
+        except Exception as error:
+            self._fault = self._fault or error
+            raise
+
+    def check(self) -> None:
+        """Raise HarnessFault where the watching itself failed."""
+        if self._fault is not None:
+            raise HarnessFault(f"{type(self._fault).__name__}: {self._fault}") from self._fault
+
     def name(self, tensor: torch.Tensor, meaning: str, valid: torch.Tensor | None = None) -> None:
         """Give a tensor that a kernel or the subject made a name; an input keeps its own."""
         self._held.append(tensor)
         self._names.setdefault(_key(tensor), meaning)
         self._results.setdefault(_storage(tensor), meaning)
+        self._versions.setdefault(_storage(tensor), tensor._version)
         if valid is not None:
             self._valid.setdefault(_key(tensor), valid)
 
     def meaning(self, tensor: torch.Tensor) -> str:
         """Return what a tensor is: a named one, a view of a buffer or of a named one, or ``fresh``."""
+        storage = _storage(tensor)
+        written = storage in self._results and self._versions[storage] != tensor._version
         named = self._names.get(_key(tensor))
         if named is not None:
-            return named
-        storage = _storage(tensor)
+            return named + WRITTEN if written else named
         if storage in self._buffers:
             name = self._buffers[storage]
             offset = tensor.storage_offset() - self.live.buffers[name].margin
             return f"view of buffer {name} at {offset}"
         if storage in self._results:
-            return f"view of {self._results[storage]}"
+            return f"view of {self._results[storage]}{WRITTEN if written else ''}"
         return "fresh"
 
     def array(self, tensor: torch.Tensor, meaning: str | None = None) -> Array:
@@ -98,16 +123,21 @@ class Recorder:
             self.observation.see(path, self.value(item))
 
     def defined_statistics(self) -> torch.Tensor | None:
-        """Return which softmax statistics [b, h, s, 1] the kernel defines; None where it defines all.
+        """Return which softmax statistics, [b, h, s, 1] or [t, h, 1], the kernel defines; None where it defines all.
 
-        Past a sequence's end cuDNN leaves them as they were; O and the gradients are zero there.
+        Outside the sequences cuDNN leaves them as they were; O and the gradients are zero there.
         """
-        lengths, longest = self.inputs.lengths_q, self.inputs.case.max_seqlen_q
-        if self.padding_defined or all(length == longest for length in lengths):
+        case, place = self.inputs.case, self.inputs.q
+        longest, ragged = case.max_seqlen_q, case.layout.q_format == "thd"
+        if self.padding_defined or (not ragged and all(length == longest for length in place.lengths)):
             return None
         device = self.live.output_grad.device
-        real = torch.arange(longest, device=device)[None, :] < torch.tensor(lengths, device=device)[:, None]
-        return real[:, None, :, None]
+        lengths = torch.tensor(place.lengths, device=device)[:, None]
+        if not ragged:
+            return (torch.arange(longest, device=device)[None, :] < lengths)[:, None, :, None]
+        starts = torch.tensor(place.offsets[:-1], device=device)[:, None]
+        rows = torch.arange(place.rows, device=device)[None, :]
+        return ((rows >= starts) & (rows < starts + lengths)).any(0)[:, None, None]
 
 
 def _storage(tensor: torch.Tensor) -> int:

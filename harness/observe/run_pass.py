@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,10 +43,13 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
             values = _values(case, live, seam)
             try:
                 output = subject.call(values)
-                _see_outputs(recorder, output)
+                with recorder.watching():
+                    _see_outputs(recorder, output)
                 stage = "saved tensors"
-                _see_saved(recorder, output)
-                _see_generators(recorder, default, "after forward")
+                node, saved = _saved(output)
+                with recorder.watching():
+                    _see_saved(recorder, node, saved)
+                    _see_generators(recorder, default, "after forward")
                 stage = "backward"
                 _backward(recorder, output)
             except FATAL:
@@ -55,6 +58,7 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
                 seen.plain("exception/stage", stage)
                 seen.plain("exception/type", type(error).__name__)
                 seen.plain("exception/message", normalise(str(error), subject.tensor_inputs(values)))
+            recorder.check()
             _see_raw(recorder, subject, raw)
             _see_leaves(recorder, _raw_gradients(subject, raw))
             _see_generators(recorder, default, "after backward")
@@ -111,15 +115,23 @@ def _items(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
-def _see_saved(recorder: Recorder, output: Any) -> None:
-    """Record the tensors that autograd keeps for backward, by what each is: the position is spelling."""
-    node = next((item.grad_fn for item in _items(output)
-                 if isinstance(item, torch.Tensor) and item.grad_fn is not None), None)  # fmt: skip
-    if node is None:
-        recorder.observation.plain("saved/count", None)
+def _saved(output: Any) -> tuple[Any, list[torch.Tensor] | None]:
+    """Return the graph's node, and the tensors that autograd keeps for backward; raises what unpacking them raises."""
+    nodes = [item.grad_fn for item in _items(output) if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+    if not nodes:
+        return None, None
+    node: Any = nodes[0]
+    return node, [tensor for tensor in node.saved_tensors if tensor is not None]
+
+
+def _see_saved(recorder: Recorder, node: Any, saved: list[torch.Tensor] | None) -> None:
+    """Record the tensors kept for backward, by what each is: the position is spelling."""
+    recorder.observation.plain("saved/count", None if saved is None else len(saved))
+    if saved is None:
         return
-    saved = [tensor for tensor in node.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
-    recorder.observation.plain("saved/count", len(saved))
+    # Tensors on ctx are kept behind autograd's back: no hook sees them, no version check guards them.
+    stashed = sorted(recorder.meaning(tensor) for tensor in _tensors_in(vars(node)))
+    recorder.observation.plain("saved/outside save_for_backward", stashed)
     counts: dict[str, int] = {}
     for tensor in saved:
         array = recorder.array(tensor)
@@ -129,6 +141,22 @@ def _see_saved(recorder: Recorder, output: Any) -> None:
         counts[what] = counts.get(what, 0) + 1
         again = f" (copy {counts[what]})" if counts[what] > 1 else ""
         recorder.observation.see(f"saved/{what.removeprefix('input ')}{again}", array)
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, looking into containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0:
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        for item in inner:
+            yield from _tensors_in(item, depth - 1)
 
 
 def _backward(recorder: Recorder, output: Any) -> None:
@@ -160,7 +188,7 @@ def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
         if isinstance(item, torch.Tensor):
             array = recorder.array(item, recorder.meaning(item) + _shared(item, results, names))
             if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
-                array = replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
+                array = dataclasses.replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
             seen.see(f"grad/{name}", array)
         else:
             recorder.see(f"grad/{name}", item)

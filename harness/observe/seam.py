@@ -74,22 +74,14 @@ class WatchedSeam:
             index = self._counts.get(name, 0)
             self._counts[name] = index + 1
             self._sequence.append(name)
-            path = f"call/{name}/{index}"
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError:  # a call that does not fit: the function itself says so, and that is the observation
-                recorder.see(f"{path}/arguments", [type(item).__name__ for item in (*args, *kwargs.values())])
-                return function(*args, **kwargs)
-            bound.apply_defaults()
-            arguments = dict(bound.arguments)
-            if name == "fused_attn_bwd":
-                _see_aux(recorder, index, arguments.pop("aux_ctx_tensors"))
-            bind(arguments, recorder, path)
+            with recorder.watching():
+                _see_call(recorder, name, index, signature, args, kwargs)
             result = function(*args, **kwargs)
-            if name == "fused_attn_fwd":
-                _name_results(recorder, index, result)
-            elif name == "fused_attn_bwd":
-                _name_gradients(recorder, index, result)
+            with recorder.watching():
+                if name == "fused_attn_fwd":
+                    _name_results(recorder, index, result)
+                elif name == "fused_attn_bwd":
+                    _name_gradients(recorder, index, result)
             return result
 
         return watched
@@ -97,6 +89,23 @@ class WatchedSeam:
 
 def _anything(*args: Any) -> None:
     """Stand for a function whose signature cannot be read."""
+
+
+def _see_call(
+    recorder: Recorder, name: str, index: int, signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Record the arguments of one call by their parameters' names."""
+    path = f"call/{name}/{index}"
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # a call that does not fit: the function itself will say so
+        recorder.see(f"{path}/arguments", [type(item).__name__ for item in (*args, *kwargs.values())])
+        return
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    if name == "fused_attn_bwd":
+        _see_aux(recorder, index, arguments.pop("aux_ctx_tensors"))
+    bind(arguments, recorder, path)
 
 
 def _see_aux(recorder: Recorder, index: int, aux: Any) -> None:

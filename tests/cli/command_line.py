@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from harness.case import Case
 from harness.cli import app
+from harness.engines.reference.engine import ReferenceEngine
 from harness.subjects.source import resolve
 
 FILES = ("journal.jsonl", "junit.xml", "report.html", "results.json", "summary.md")
@@ -66,3 +69,13 @@ def raising(folder: Path) -> Path:
     path = folder / "raising.py"
     path.write_text(text.replace(right, '"attn_scale": [][0],'))
     return path
+
+
+def refusing(patch: pytest.MonkeyPatch, layout: str, reason: str) -> None:
+    """Have the reference engine refuse one layout, for this reason."""
+    original = ReferenceEngine.unsupported
+
+    def unsupported(self: ReferenceEngine, case: Case) -> str | None:
+        return reason if case.qkv_layout == layout else original(self, case)
+
+    patch.setattr(ReferenceEngine, "unsupported", unsupported)

@@ -9,14 +9,18 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import FILES, case_ids, faulty, harness, raising, results
+from command_line import FILES, case_ids, faulty, harness, raising, refusing, results
 
 from harness import __version__, cli
 from harness.execute import campaign
 from harness.execute.campaign import Campaign
 from harness.judge import OUTCOMES
+from harness.layouts import LAYOUTS
+from harness.observe import run_pass
+from harness.observe.recorder import Recorder
 
 COUNTS = {"executed", "both_raised", *OUTCOMES}
 KEYS = {
@@ -119,7 +123,13 @@ def test_the_same_seed_makes_the_same_run_and_another_seed_another(tmp_path: Pat
     assert results(tmp_path / "one")["counts"] == results(tmp_path / "two")["counts"]
 
 
-def test_a_layout_that_the_engine_refuses_leaves_the_run_unverified_with_the_reason(tmp_path: Path) -> None:
+REFUSED = "qkv_layout=thd_thd_thd: no ragged batches on this planted engine"
+
+
+def test_a_layout_that_the_engine_refuses_leaves_the_run_unverified_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, "thd_thd_thd", REFUSED)
     result = harness("run", "--engine", "reference", "--layout", "thd_thd_thd", "--cases", 3, "--out", "out")
     assert result.exit_code == 3
     found = results(tmp_path / "out")
@@ -127,12 +137,14 @@ def test_a_layout_that_the_engine_refuses_leaves_the_run_unverified_with_the_rea
     assert found["counts"]["executed"] == 0
     assert found["counts"]["unsupported"] > 0
     reasons = next(lane for lane in found["lanes"] if lane["name"] == "THD")["unsupported_reasons"]
-    assert reasons
-    assert all("thd" in reason["reason"].lower() for reason in reasons)
-    assert reasons[0]["reason"].split(":")[0] in " ".join(result.output.split())
+    assert reasons == [{"reason": REFUSED, "count": found["counts"]["unsupported"]}]
+    assert REFUSED in " ".join(result.output.split())
 
 
-def test_one_refused_layout_among_two_leaves_the_run_unverified(tmp_path: Path) -> None:
+def test_one_refused_layout_among_two_leaves_the_run_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, "thd_thd_thd", REFUSED)
     result = harness(*RUN, 4, "--layout", "thd_thd_thd", "--out", "out")
     assert result.exit_code == 3
     found = results(tmp_path / "out")
@@ -216,6 +228,44 @@ def test_a_run_that_breaks_off_exits_4_and_keeps_its_journal(
     assert harness("report", "out").exit_code == 4
 
 
+def test_a_bug_in_the_recorder_is_an_error_of_every_case_and_the_run_exits_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Recorder, "meaning", broken)
+    result = harness(*RUN, 3, "--out", "out")
+    assert result.exit_code == 4
+    found = results(tmp_path / "out")
+    assert (found["verdict"], found["exit_code"]) == ("unverified", 4)
+    counts = found["counts"]
+    assert counts.pop("error") > 0
+    assert set(counts.values()) == {0}
+    assert found["differences"] == []
+    assert all("the harness failed" in error["reason"] for error in found["errors"])
+    assert all("ZeroDivisionError: planted" in error["reason"] for error in found["errors"])
+
+
+def test_a_bug_in_the_recorder_on_a_few_cases_outweighs_all_that_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = run_pass._see_saved
+
+    def broken(recorder: Recorder, *rest: Any) -> None:
+        if recorder.inputs.case.softmax_type == "learnable":
+            raise ZeroDivisionError("planted")
+        original(recorder, *rest)
+
+    monkeypatch.setattr(run_pass, "_see_saved", broken)
+    result = harness(*RUN, 8, "--out", "out")
+    found = results(tmp_path / "out")
+    assert (result.exit_code, found["verdict"], found["differences"]) == (4, "unverified", [])
+    assert found["counts"]["match"] > 0
+    assert found["counts"]["error"] > 0
+    assert {error["case"]["softmax_type"] for error in found["errors"]} == {"learnable"}
+
+
 # ------------------------------------------------------------------ report
 
 
@@ -254,9 +304,19 @@ def test_doctor_lists_the_engines_and_what_each_can_check() -> None:
     assert "engine reference: works" in result.output
     assert re.search(r"engine cudnn: (works|not here)", result.output)
     assert "no evidence about kernels" in result.output
-    assert re.search(r"layouts, \d+ of 25: .*sbh3d", result.output)
-    assert re.search(r"not thd_thd_thd: .*THD", result.output)
+    reference = result.output.partition("engine reference: works")[2].partition("engine cudnn")[0]
+    words = reference.replace(",", " ").split()
+    assert "layouts, 25 of 25: " in reference
+    assert set(LAYOUTS) <= set(words)
+    assert not re.search(r"\bnot \S+: ", reference)
     assert re.search(r"`harness run` uses (reference|cudnn) by default", result.output)
+
+
+def test_doctor_gives_the_reason_for_a_layout_that_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, "thd_thd_thd", REFUSED)
+    output = " ".join(harness("doctor").output.split())
+    assert "layouts, 24 of 25: " in output
+    assert f"not thd_thd_thd: {REFUSED}" in output
 
 
 def test_doctor_without_any_engine_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def different() -> list[Event]:
         case = Case(
             qkv_layout=layouts[seed % 5], seed=seed, num_heads=(3, 4)[seed % 2], num_gqa_groups=(3, 4)[seed % 2],
             max_seqlen_q=17, max_seqlen_kv=17, head_dim_qk=16, head_dim_v=16,
-            dropout_p=0.25 if seed % 11 == 0 else 0.0,
+            dropout_p=0.25 if seed % 11 == 0 else 0.0, page_size=17 if seed % 5 == 4 else None,
         )  # fmt: skip
         if seed % 5 == 4:
             events.append(ran("unsupported", case, reason="paged KV is not part of the reference engine yet"))

@@ -305,7 +305,7 @@ def test_the_terminal_shows_only_the_smallest_three() -> None:
 def test_the_terminal_fits_80_columns_without_colour(name: str) -> None:
     if name == "everything":
         outcomes = ("match", "difference", "intended", "noisy", "unsupported", "crash", "error")
-        layout = Case(qkv_layout="paged_kv_bshd_bshd_bshd")
+        layout = Case(qkv_layout="paged_kv_bshd_bshd_bshd", page_size=16)
         cases = [ran(outcome, layout, reason=outcome) for outcome in outcomes]
         events = [start(), *cases, ran(case=layout, both_raised=True), ran(case=packed()), end()]
     else:

@@ -2,7 +2,8 @@
 
 The kernels take raw data pointers and derive every stride from the layout string, so a wrong string gives wrong
 numbers, not an error. This module is that rule: it reads and allocates by the string alone. All tensors that it hands
-to the arithmetic are in the order [b, h, s, d].
+to the arithmetic are in the order [b, h, s, d]. Which rows of a tensor without a batch dimension are read is not for
+this module to say but for ``ragged`` and ``paging``.
 
 Source: the element strides of TransformerEngine's C++ fused attention, all of which are the strides of a contiguous
 buffer whose dimensions are the letters of the layout part, a digit standing for the number of interleaved tensors.
@@ -10,6 +11,7 @@ buffer whose dimensions are the letters of the layout part, a digit standing for
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ PAGED = "paged_kv_"
 INTERNAL_LAYOUT = "bhsd_bhsd_bhsd"  # a product of MXFP8 quantization, never a caller's
 KNOWN_LAYOUTS = frozenset(LAYOUTS) | {INTERNAL_LAYOUT}
 FORMATS = ("sbhd", "bshd", "thd", "bhsd", "sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd")
-DENSE_FORMATS = ("sbhd", "bshd")
+OUTPUT_FORMATS = ("sbhd", "bshd", "thd")
 CANONICAL = "bhsd"
+RAGGED = "thd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +50,36 @@ def check_format(name: str, value: str | None, *, optional: bool = False) -> Non
         raise KeyError(f"{name}={value!r} is no tensor format")
 
 
-def require_dense_layout(name: str, value: str) -> None:
-    """Raise EngineUnsupported for a known layout that is paged, ragged (thd) or internal to MXFP8."""
-    if value.startswith(PAGED):
-        raise EngineUnsupported(f"{name}={value!r}: the reference engine has no paged KV cache")
-    if "t" in value:
-        raise EngineUnsupported(f"{name}={value!r}: the reference engine has no ragged (thd) batches")
-    if value == INTERNAL_LAYOUT:
-        raise EngineUnsupported(f"{name}={value!r}: the reference engine has no MXFP8 layout")
+def require_modelled(name: str, layout: str) -> None:
+    """Raise EngineUnsupported for the one known layout that is no caller's but MXFP8's own."""
+    if layout == INTERNAL_LAYOUT:
+        raise EngineUnsupported(f"{name}={layout!r}: the reference engine has no MXFP8 layout")
 
 
-def require_dense_format(name: str, value: str) -> None:
-    """Raise EngineUnsupported for a known format that is not one dense tensor's (sbhd or bshd)."""
-    if value not in DENSE_FORMATS:
-        raise EngineUnsupported(f"{name}={value!r}: the reference engine takes one of {', '.join(DENSE_FORMATS)}")
+def require_output_format(name: str, value: str, layout: str) -> None:
+    """Raise EngineUnsupported for a known format that is no single tensor's, or is ragged where q is not.
+
+    Takes sbhd and bshd where q in ``layout`` is dense, in either order, and thd alone where q is ragged.
+    """
+    allowed = [fmt for fmt in OUTPUT_FORMATS if (fmt == RAGGED) == is_ragged(places(layout)[0].part)]
+    if value not in allowed:
+        raise EngineUnsupported(
+            f"{name}={value!r}: with layout {layout!r} the reference engine takes {' or '.join(allowed)}"
+        )
 
 
+def require_same_kind(name: str, layout: str, other: str) -> None:
+    """Raise EngineUnsupported where gradients would be ragged and their tensors dense, or the other way round."""
+    if [is_ragged(place.part) for place in places(layout)] != [is_ragged(place.part) for place in places(other)]:
+        raise EngineUnsupported(f"{name}={layout!r}: one of it and {other!r} is ragged where the other is dense")
+
+
+def is_ragged(part: str) -> bool:
+    """Whether tensors in this part of a layout have a dimension of tokens in place of batch and sequence."""
+    return part.startswith("t")
+
+
+@functools.cache
 def places(layout: str) -> tuple[Place, Place, Place]:
     """Return where q, k and v lie in ``layout``: sbhd_sb2hd gives sbhd[0], sb2hd[0], sb2hd[1]."""
     found = [
@@ -83,13 +100,13 @@ def contiguous_strides(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
 
 
-def strides(part: str, sizes: Mapping[str, int]) -> list[int]:
-    """Return the element strides along b, h, s and d that the kernels assume for a tensor in ``part``.
+def strides(part: str, sizes: Mapping[str, int], order: str = CANONICAL) -> list[int]:
+    """Return the element strides that the kernels assume for a tensor in ``part``, one for each letter of ``order``.
 
-    ``sizes`` maps the letters b, s, h, d to sizes. For part bs3hd the result is [3shd, d, 3hd, 1].
+    ``sizes`` maps the letters to sizes. For part bs3hd in the order b, h, s, d the result is [3shd, d, 3hd, 1].
     """
     by_letter = dict(zip(part, contiguous_strides(_buffer_sizes(part, sizes)), strict=True))
-    return [by_letter[letter] for letter in CANONICAL]
+    return [by_letter[letter] for letter in order]
 
 
 def reinterpret(name: str, tensor: torch.Tensor, sizes: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -116,14 +133,25 @@ def read(name: str, tensor: torch.Tensor, part: str, sizes: Mapping[str, int], d
     return view.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
 
 
+def flat(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Read ``tensor`` as if it were contiguous with its own sizes, into a fresh tensor of ``dtype``."""
+    view = reinterpret(name, tensor, tensor.shape, contiguous_strides(tensor.shape))
+    return view.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _order(values: torch.Tensor) -> str:
+    return RAGGED if values.dim() == len(RAGGED) else CANONICAL
+
+
 def write(values: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``values`` [b, h, s, d] as a fresh contiguous tensor of ``dtype`` in the dense format ``fmt``."""
-    ordered = values.permute(*(CANONICAL.index(letter) for letter in fmt))
+    """Return ``values``, [b, h, s, d] or ragged [t, h, d], as a fresh contiguous tensor of ``dtype`` in ``fmt``."""
+    order = _order(values)
+    ordered = values.permute(*(order.index(letter) for letter in fmt))
     return ordered.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def write_packed(values: Sequence[torch.Tensor], layout: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return gradients of q, k and v, each [b, h, s, d], as fresh tensors of ``dtype`` laid out by ``layout``.
+    """Return gradients of q, k and v, [b, h, s, d] or ragged [t, h, d], as fresh tensors laid out by ``layout``.
 
     What shares a part of the layout comes back as strided views of one fresh buffer, everything else as separate
     contiguous tensors. Raises RuntimeError where tensors of different sizes should share a buffer.
@@ -136,7 +164,8 @@ def write_packed(values: Sequence[torch.Tensor], layout: str, dtype: torch.dtype
             results.append(write(value, place.part, dtype))
             continue
         letters = place.part[:digit] + place.part[digit + 1 :]
-        sizes = _buffer_sizes(place.part, dict(zip(CANONICAL, value.shape, strict=True)))
+        order = _order(value)
+        sizes = _buffer_sizes(place.part, dict(zip(order, value.shape, strict=True)))
         if place.part not in buffers:
             buffers[place.part] = torch.empty(sizes, dtype=dtype, device=value.device)
         if list(buffers[place.part].shape) != sizes:
@@ -145,6 +174,6 @@ def write_packed(values: Sequence[torch.Tensor], layout: str, dtype: torch.dtype
                 f"{list(buffers[place.part].shape)} and {sizes}"
             )
         view = buffers[place.part].select(digit, place.index)
-        view.copy_(value.permute(*(CANONICAL.index(letter) for letter in letters)))
+        view.copy_(value.permute(*(order.index(letter) for letter in letters)))
         results.append(view)
     return results

@@ -16,6 +16,7 @@ from harness.engines.reference import addressing
 from harness.engines.reference.backend import FusedAttnBackend
 from harness.engines.reference.errors import EngineUnsupported
 from harness.engines.reference.masking import MASK_TYPES
+from harness.layouts import LAYOUTS
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 NO_BIAS_TENSOR = ("no_bias", "alibi")
@@ -83,12 +84,21 @@ def not_fp8(chosen: FusedAttnBackend, quantizers: dict[str, Any]) -> None:
             raise EngineUnsupported(f"{name} is given: the reference engine has no FP8 kernels")
 
 
-def dense(layouts: dict[str, str], formats: dict[str, str]) -> None:
-    """Raise EngineUnsupported for a known layout or format that is not dense."""
-    for name, value in layouts.items():
-        addressing.require_dense_layout(name, value)
+def optional_tensors(tensors: dict[str, Any]) -> None:
+    """Raise TypeError for what is neither a tensor nor None."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is neither a tensor nor None but {type(value).__name__}")
+
+
+def memory(qkv_layout: str, formats: dict[str, str], dqkv_layout: str | None = None) -> None:
+    """Raise EngineUnsupported for layouts and formats of the output that are known but not modelled together."""
+    addressing.require_modelled("qkv_layout", qkv_layout)
     for name, value in formats.items():
-        addressing.require_dense_format(name, value)
+        addressing.require_output_format(name, value, qkv_layout)
+    if dqkv_layout is not None:
+        addressing.require_modelled("dqkv_layout", dqkv_layout)
+        addressing.require_same_kind("dqkv_layout", dqkv_layout, qkv_layout)
 
 
 def dtypes(tensors: dict[str, torch.Tensor]) -> torch.dtype:
@@ -106,12 +116,27 @@ def dtypes(tensors: dict[str, torch.Tensor]) -> torch.dtype:
     return tensor.dtype
 
 
-def configuration(attn_bias_type: str, attn_mask_type: str, dropout: float) -> None:
-    """Raise RuntimeError for a combination that no kernel takes."""
+def refusal(qkv_layout: str, attn_bias_type: str, attn_mask_type: str, dropout: float) -> str | None:
+    """Return why no kernel takes this combination, in one sentence that names the options, or None."""
+    layout, mask = LAYOUTS[qkv_layout], MASK_TYPES[attn_mask_type]
     if attn_bias_type == "pre_scale_bias":
-        raise RuntimeError("attn_bias_type='pre_scale_bias' is not supported by any kernel")
-    if attn_bias_type == "alibi" and not MASK_TYPES[attn_mask_type].causal:
-        raise RuntimeError(f"attn_bias_type='alibi' needs a causal mask, not attn_mask_type={attn_mask_type!r}")
+        return "attn_bias_type=pre_scale_bias is not supported by any kernel"
+    if attn_bias_type == "alibi" and not mask.causal:
+        return f"attn_bias_type=alibi needs a causal mask, not attn_mask_type={attn_mask_type}"
+    if (layout.thd or layout.paged) and not mask.padding:
+        return f"qkv_layout={qkv_layout} needs a padding mask, not attn_mask_type={attn_mask_type}"
+    if layout.paged and attn_bias_type != "no_bias":
+        return f"qkv_layout={qkv_layout} takes no bias, not attn_bias_type={attn_bias_type}"
+    if layout.paged and dropout != 0.0:
+        return f"qkv_layout={qkv_layout} takes no dropout, not {dropout}"
+    return None
+
+
+def configuration(qkv_layout: str, attn_bias_type: str, attn_mask_type: str, dropout: float) -> None:
+    """Raise RuntimeError for a combination that no kernel takes."""
+    reason = refusal(qkv_layout, attn_bias_type, attn_mask_type, dropout)
+    if reason is not None:
+        raise RuntimeError(reason)
     if not 0.0 <= dropout < 1.0:
         raise RuntimeError(f"dropout={dropout}: a probability below 1 is needed")
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.engines.reference import addressing
-from harness.engines.reference.errors import EngineUnsupported
-from harness.engines.reference.masking import MASK_TYPES
+from harness.engines.reference import checks
 from harness.engines.reference.seam_names import SEAM
+from harness.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from harness.case import Case
@@ -35,17 +34,15 @@ class ReferenceEngine:
 
     def unsupported(self, case: Case) -> str | None:
         """Return why the engine cannot run ``case``, in one sentence, or None."""
-        try:
-            addressing.require_dense_layout("qkv_layout", case.qkv_layout)
-        except EngineUnsupported as reason:
-            return str(reason)
         if getattr(case, "fp8", False):
             return "fp8: the reference engine has no FP8 kernels"
-        if case.attn_bias_type == "pre_scale_bias":
-            return "attn_bias_type='pre_scale_bias': no kernel supports it"
-        if case.attn_bias_type == "alibi" and not MASK_TYPES[case.attn_mask_type].causal:
-            return f"attn_bias_type='alibi': it needs a causal mask, not attn_mask_type={case.attn_mask_type!r}"
-        return None
+        reason = checks.refusal(case.qkv_layout, case.attn_bias_type, case.attn_mask_type, case.dropout_p)
+        if reason is None and LAYOUTS[case.qkv_layout].paged and case.requires_grad:
+            return (
+                f"qkv_layout={case.qkv_layout}: paged KV has no backward, and "
+                f"requires_grad={','.join(case.requires_grad)} asks for one"
+            )
+        return reason
 
     def environment(self) -> dict[str, str]:
         """Return what the numbers depend on: versions, device, its name or instruction set, threads."""

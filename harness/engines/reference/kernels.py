@@ -1,8 +1,9 @@
 """``fused_attn_fwd`` and ``fused_attn_bwd`` in plain PyTorch, with the contract of TransformerEngine's wrappers.
 
 Like the kernels, they read memory by the layout string, save what backward needs in the auxiliary list, and hand the
-bias and the softmax offset back as the very objects that came in. What they do not model yet (FP8, ragged batches,
-paged KV caches) raises EngineUnsupported from ``checks``; a later path branches off there.
+bias and the softmax offset back as the very objects that came in. Ragged batches and paged KV caches become dense ones
+on the way in and are taken apart again on the way out (``batch``). What is not modelled, FP8, raises EngineUnsupported
+from ``checks``.
 
 F16 and BF16 are computed in float32, FP32 and FP64 in float64; results are rounded once, at the end.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.reference import addressing, attention, checks, masking, rng
+from harness.engines.reference import addressing, attention, batch, checks, masking, rng
 
 _FLOAT64_LIKE = (torch.float32, torch.float64)
 
@@ -63,8 +64,11 @@ class _Call:
         return self.b, self.h, self.sq, self.skv
 
     @property
-    def stats_shape(self) -> tuple[int, int, int, int]:
-        return self.b, self.h, self.sq, 1
+    def stats_sizes(self) -> dict[str, int]:
+        return {"b": self.b, "s": self.sq, "h": self.h, "d": 1}
+
+    def stats_shape(self, where: batch.Batch) -> tuple[int, ...]:
+        return (self.b, self.h, self.sq, 1) if where.q is None else (where.q.total, self.h, 1)
 
     @property
     def offset_shape(self) -> tuple[int, int, int, int]:
@@ -102,13 +106,13 @@ def _call(
 
 
 def _read_qkv(
-    call: _Call, layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: _Call, layout: str, where: batch.Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     place_q, place_k, place_v = addressing.places(layout)
     return (
-        addressing.read("q", q, place_q.part, call.q_sizes, call.compute),
-        addressing.read("k", k, place_k.part, call.k_sizes, call.compute),
-        addressing.read("v", v, place_v.part, call.v_sizes, call.compute),
+        batch.read("q", q, place_q.part, call.q_sizes, where.q, call.compute),
+        batch.read("k", k, place_k.part, call.k_sizes, where.k, call.compute),
+        batch.read("v", v, place_v.part, call.v_sizes, where.v, call.compute),
     )
 
 
@@ -126,12 +130,6 @@ def _mask(
     return masking.build_mask(mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv, call.sq, call.skv)
 
 
-def _flat(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Read ``tensor`` as if it were contiguous with its own sizes."""
-    view = addressing.reinterpret(name, tensor, tensor.shape, addressing.contiguous_strides(tensor.shape))
-    return view.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
-
-
 def _bias(
     call: _Call, attn_bias_type: str, attn_bias: torch.Tensor | None, mask: masking.Mask, name: str
 ) -> torch.Tensor | None:
@@ -142,7 +140,7 @@ def _bias(
     if attn_bias is None:
         return None
     checks.broadcastable(name, attn_bias, call.scores)
-    return _flat(name, attn_bias, call.compute)
+    return addressing.flat(name, attn_bias, call.compute)
 
 
 def _offset(
@@ -154,7 +152,7 @@ def _offset(
     if offset is None:
         return torch.zeros(call.offset_shape, dtype=call.compute, device=device)
     checks.exact(name, offset, call.offset_shape, (torch.float32, torch.float64))
-    return _flat(name, offset, call.compute)
+    return addressing.flat(name, offset, call.compute)
 
 
 def _dropout(call: _Call, rng_state: torch.Tensor, dropout: float) -> torch.Tensor | None:
@@ -202,13 +200,16 @@ def fused_attn_fwd(
 
     Returns (O, aux), or (O, aux, max_logit [h] in O's dtype) with ``return_max_logit``. O is fresh, in ``o_format``,
     its last size v's; padded rows, and rows that see no key, are zero. aux is the log-sum-exp [b, h, max_seqlen_q, 1]
-    in fp32 (fp64 for fp64 inputs; -inf, or the offset, in rows that see no key), rng_state int64 [2], then the given
-    ``attn_bias`` and ``softmax_offset`` objects themselves where their types use them. The generator advances, dropout
-    or not; dropout itself acts only in training.
+    or [t_q, h, 1] where q is ragged, in fp32 (fp64 for fp64 inputs; -inf, or the offset, in rows that see no key),
+    rng_state int64 [2], then the given ``attn_bias`` and ``softmax_offset`` objects themselves where their types use
+    them. The generator advances, dropout or not; dropout itself acts only in training.
 
     b is read from ``cu_seqlens_q``, both sequence lengths from the ``max_seqlen`` pair, head counts and dimensions
-    from the tensors' last two sizes, every stride from ``qkv_layout``. Dense layouts have no use for the padded
-    cu_seqlens, the page tables and ``fast_zero_fill``.
+    from the tensors' last two sizes, every stride from ``qkv_layout``. In a ragged tensor [t, h, d] sequence i starts
+    at row ``cu_seqlens_*_padded[i]`` if both padded tensors are given, else at ``cu_seqlens_*[i]``; where q, k and v
+    share a buffer, k and v start where q does. A sequence longer than its ``max_seqlen`` is refused there, and cut
+    in a dense tensor. A paged K is read by ``page_table_k`` alone, a paged V by ``page_table_v``. ``fast_zero_fill``,
+    and for other layouts the padded tensors and page tables, have no effect.
 
     Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says. Source: the wrapper
     around TransformerEngine's ``tex.fused_attn_fwd``.
@@ -227,25 +228,38 @@ def fused_attn_fwd(
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "q": q, "k": k, "v": v},
     )
-    checks.dense({"qkv_layout": qkv_layout}, {"o_format": o_format})
+    checks.optional_tensors(
+        {
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "page_table_k": page_table_k,
+            "page_table_v": page_table_v,
+        }
+    )
+    checks.memory(qkv_layout, {"o_format": o_format})
     dtype = checks.dtypes({"q": q, "k": k, "v": v})
-    checks.configuration(attn_bias_type, attn_mask_type, dropout)
+    checks.configuration(qkv_layout, attn_bias_type, attn_mask_type, dropout)
     if softmax_type == "learnable" and softmax_offset is None:
         raise RuntimeError("softmax_type='learnable' needs softmax_offset, which is None")
 
     call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
     used_bias = None if attn_bias_type in checks.NO_BIAS_TENSOR else attn_bias
     used_offset = None if softmax_type == "vanilla" else softmax_offset
+    sequences = batch.Sequences(
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, page_table_k, page_table_v
+    )
+    where = batch.locate(qkv_layout, sequences, q, k, v, (call.sq, call.skv))
     mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
-    read_q, read_k, read_v = _read_qkv(call, qkv_layout, q, k, v)
+    read_q, read_k, read_v = _read_qkv(call, qkv_layout, where, q, k, v)
     bias = _bias(call, attn_bias_type, used_bias, mask, "attn_bias")
     offset = _offset(call, softmax_type, used_offset, q.device, "softmax_offset")
     rng_state = rng.draw(rng_gen, q.device)  # last of what can fail: a refused call leaves the generator alone
     factors = _dropout(call, rng_state, dropout if is_training else 0.0)
     result = attention.forward(read_q, read_k, read_v, attention.Softmax(attn_scale, mask, bias, offset, factors))
 
-    output = addressing.write(result.output, o_format, call.dtype)
-    aux = [result.stats.to(call.stats), rng_state]
+    output = addressing.write(batch.unpad(result.output, where.q), o_format, call.dtype)
+    no_key = -torch.inf if offset is None else offset.view(1, -1, 1)
+    aux = [batch.unpad(result.stats, where.q, no_key).to(call.stats), rng_state]
     aux += [tensor for tensor in (used_bias, used_offset) if tensor is not None]
     if return_max_logit:
         return output, aux, result.max_logit.to(call.dtype)
@@ -292,11 +306,12 @@ def fused_attn_bwd(
     Returns five entries: dq, dk, dv in ``dqkv_layout``, d_bias in q's dtype or None, d_softmax_offset fp32 (fp64 for
     fp64 inputs) [1, h, 1, 1] or None. All are fresh; interleaved layouts get strided views of one buffer. The softmax
     statistics come from aux[0], the dropout mask from aux[1] whenever ``dropout`` is not 0, the bias from aux[2], the
-    softmax offset from the last entry. No generator is touched.
+    softmax offset from the last entry. No generator is touched. Sizes, strides and the starts of sequences are found as
+    in forward; gradients of ragged tensors are [t, h, d] and zero in all rows that are no sequence's.
 
     Two oddities of the real kernels are kept. d_bias takes the shape of the last auxiliary entry: with a softmax
     offset there, it is zeros of the offset's shape. And no kernel writes the d_bias of a [1, 1, 1, skv] bias, whose
-    buffer is uninitialized there and NaN here, so that nobody can rely on it.
+    buffer is uninitialized there and NaN here, so that nobody can rely on it; where q is ragged it is zeroed before.
 
     Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says; RuntimeError also
     for a paged layout and for auxiliary tensors that are missing or of the wrong kind. Source: the wrapper around
@@ -323,38 +338,42 @@ def fused_attn_bwd(
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "q": q, "k": k, "v": v, "o": o, "d_o": d_o}
         | {f"aux_ctx_tensors[{index}]": tensor for index, tensor in enumerate(aux_ctx_tensors)},
     )
+    checks.optional_tensors({"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded})
     for name, layout in (("qkv_layout", qkv_layout), ("dqkv_layout", dqkv_layout)):
         if layout.startswith(addressing.PAGED):
-            raise RuntimeError(f"{name}={layout!r}: there is no backward with a paged KV cache")
-    checks.dense({"qkv_layout": qkv_layout, "dqkv_layout": dqkv_layout}, {"o_format": o_format, "do_format": do_format})
+            raise RuntimeError(f"{name}={layout!r}: QKV layout not supported, a paged KV cache has no backward")
+    checks.memory(qkv_layout, {"o_format": o_format, "do_format": do_format}, dqkv_layout)
     dtype = checks.dtypes({"q": q, "k": k, "v": v, "o": o, "d_o": d_o})
-    checks.configuration(attn_bias_type, attn_mask_type, dropout)
+    checks.configuration(qkv_layout, attn_bias_type, attn_mask_type, dropout)
 
     call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
-    stats, rng_state, aux_bias, aux_offset = _unpack_aux(call, aux_ctx_tensors, attn_bias_type, softmax_type)
+    sequences = batch.Sequences(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    where = batch.locate(qkv_layout, sequences, q, k, v, (call.sq, call.skv))
+    stats, rng_state, aux_bias, aux_offset = _unpack_aux(call, where, aux_ctx_tensors, attn_bias_type, softmax_type)
     mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
-    read_q, read_k, read_v = _read_qkv(call, qkv_layout, q, k, v)
+    read_q, read_k, read_v = _read_qkv(call, qkv_layout, where, q, k, v)
     bias = _bias(call, attn_bias_type, aux_bias, mask, "aux_ctx_tensors[2]")
     offset = _offset(call, softmax_type, aux_offset, q.device, "aux_ctx_tensors[-1]")
     grads = attention.backward(
         read_q,
         read_k,
         read_v,
-        addressing.read("o", o, o_format, call.o_sizes, call.compute),
-        addressing.read("d_o", d_o, do_format, call.o_sizes, call.compute),
-        _flat("aux_ctx_tensors[0]", stats, call.compute),
+        batch.read("o", o, o_format, call.o_sizes, where.q, call.compute),
+        batch.read("d_o", d_o, do_format, call.o_sizes, where.q, call.compute),
+        batch.read("aux_ctx_tensors[0]", stats, addressing.CANONICAL, call.stats_sizes, where.q, call.compute),
         attention.Softmax(attn_scale, mask, bias, offset, _dropout(call, rng_state, dropout)),
     )
 
     results: list[torch.Tensor | None] = []
-    results += addressing.write_packed((grads.q, grads.k, grads.v), dqkv_layout, call.dtype)
-    results.append(None if aux_bias is None else _d_bias(call, grads.scores, aux_bias, aux_ctx_tensors[-1]))
+    unpadded = [batch.unpad(*pair) for pair in ((grads.q, where.q), (grads.k, where.k), (grads.v, where.v))]
+    results += addressing.write_packed(unpadded, dqkv_layout, call.dtype)
+    results.append(None if aux_bias is None else _d_bias(call, where, grads.scores, aux_bias, aux_ctx_tensors[-1]))
     results.append(None if grads.offset is None else grads.offset.to(call.stats))
     return results
 
 
 def _unpack_aux(
-    call: _Call, aux: Sequence[torch.Tensor], attn_bias_type: str, softmax_type: str
+    call: _Call, where: batch.Batch, aux: Sequence[torch.Tensor], attn_bias_type: str, softmax_type: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return statistics, rng_state, bias and softmax offset; raise RuntimeError where one is missing or another thing.
 
@@ -368,7 +387,7 @@ def _unpack_aux(
             f"aux_ctx_tensors has {len(aux)} entries; attn_bias_type={attn_bias_type!r} and "
             f"softmax_type={softmax_type!r} need {wanted}"
         )
-    checks.exact("aux_ctx_tensors[0]", aux[0], call.stats_shape, (torch.float32, torch.float64))
+    checks.exact("aux_ctx_tensors[0]", aux[0], call.stats_shape(where), (torch.float32, torch.float64))
     checks.exact("aux_ctx_tensors[1]", aux[1], (2,), (torch.int64,))
     if has_bias and aux[2].dtype != call.dtype:
         raise RuntimeError(f"aux_ctx_tensors[2].dtype={aux[2].dtype} is not that of q, {call.dtype}")
@@ -376,10 +395,13 @@ def _unpack_aux(
     return aux[0], aux[1], aux[2] if has_bias else None, offset
 
 
-def _d_bias(call: _Call, grad_scores: torch.Tensor, bias: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def _d_bias(
+    call: _Call, where: batch.Batch, grad_scores: torch.Tensor, bias: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
     """Return the bias's gradient in the shape of the last auxiliary entry, with the oddities that backward keeps."""
     if last.shape != bias.shape:
         return torch.zeros(last.shape, dtype=call.dtype, device=bias.device)
     if tuple(bias.shape[:3]) == (1, 1, 1):
-        return torch.full(bias.shape, torch.nan, dtype=call.dtype, device=bias.device)
+        unwritten = torch.nan if where.q is None else 0.0
+        return torch.full(bias.shape, unwritten, dtype=call.dtype, device=bias.device)
     return grad_scores.sum_to_size(*bias.shape).to(call.dtype)

@@ -1,7 +1,7 @@
 """Attention written again, plainly and differently, to hold the reference engine against.
 
 Nothing here uses the engine's own modules but its two kernels: masks come from a loop over positions, gradients from
-autograd, packed tensors from stack and select.
+autograd, packed tensors from stack and select, ragged tensors and paged caches from a loop over sequences and tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +33,19 @@ DENSE_LAYOUTS: dict[str, tuple[str, str, int | None, int | None]] = {
     "sbhd_bshd_bshd": ("sbhd", "bshd", None, None),
     "bshd_sbhd_sbhd": ("bshd", "sbhd", None, None),
 }
+RAGGED_LAYOUTS: dict[str, tuple[str, str, int | None, int | None]] = {
+    "t3hd": ("thd", "thd", -3, None),
+    "th3d": ("thd", "thd", -2, None),
+    "thd_t2hd": ("thd", "thd", None, -3),
+    "thd_th2d": ("thd", "thd", None, -2),
+    "thd_thd_thd": ("thd", "thd", None, None),
+    "thd_bshd_bshd": ("thd", "bshd", None, None),
+    "thd_sbhd_sbhd": ("thd", "sbhd", None, None),
+}
+PAGED_LAYOUTS: dict[str, tuple[str, str, int | None, int | None]] = {
+    f"paged_kv_{q}_{kv}_{kv}": (q, kv, None, None) for q in ("bshd", "sbhd", "thd") for kv in ("bshd", "sbhd")
+}
+ALL_LAYOUTS = DENSE_LAYOUTS | RAGGED_LAYOUTS | PAGED_LAYOUTS
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 BIAS_SHAPES = ("1hss", "11ss", "b1ss", "bhss")
 
@@ -45,6 +58,23 @@ def to_format(tensor: torch.Tensor, order: str) -> torch.Tensor:
 def from_format(tensor: torch.Tensor, order: str) -> torch.Tensor:
     """Turn ``order`` into [b, h, s, d]."""
     return tensor.transpose(1, 2) if order == "bshd" else tensor.permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A ragged tensor: the row where each sequence starts, the end of the last one's room, and all rows."""
+
+    starts: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache: ``count`` pages of ``size`` tokens, and the pages of each sequence."""
+
+    size: int
+    count: int
+    table: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -71,15 +101,29 @@ class Problem:
     lengths_q: tuple[int, ...] | None = None
     lengths_kv: tuple[int, ...] | None = None
     seed: int = 0
+    rows_q: Rows | None = None
+    rows_kv: Rows | None = None
+    padded: bool = True
+    pages_k: Pages | None = None
+    pages_v: Pages | None = None
+    fill: float = float("nan")
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def q_order(self) -> str:
-        return DENSE_LAYOUTS[self.layout][0]
+        return ALL_LAYOUTS[self.layout][0]
 
     @property
     def kv_order(self) -> str:
-        return DENSE_LAYOUTS[self.layout][1]
+        return ALL_LAYOUTS[self.layout][1]
+
+    @property
+    def one_buffer(self) -> bool:
+        return ALL_LAYOUTS[self.layout][2] is not None
+
+    @property
+    def kv_rows(self) -> Rows | None:
+        return self.rows_q if self.one_buffer else self.rows_kv
 
     def with_(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -139,10 +183,91 @@ def make_data(problem: Problem) -> Data:
     )
 
 
+def lay(tensor: torch.Tensor, order: str, lengths: list[int], rows: Rows | None, fill: float) -> torch.Tensor:
+    """Turn [b, h, s, d] into ``order``, with ``fill`` in all that is no token."""
+    if order != "thd":
+        filled = tensor.clone()
+        for sequence, length in enumerate(lengths):
+            filled[sequence, :, length:] = fill
+        return to_format(filled, order)
+    assert rows is not None
+    result = torch.full((rows.total, tensor.shape[1], tensor.shape[3]), fill, dtype=tensor.dtype)
+    for sequence, length in enumerate(lengths):
+        for token in range(length):
+            result[rows.starts[sequence] + token] = tensor[sequence, :, token]
+    return result
+
+
+def unlay(tensor: torch.Tensor, order: str, lengths: list[int], longest: int, rows: Rows | None) -> torch.Tensor:
+    """Turn ``order`` into [b, h, s, d], with zero where a ragged tensor has no token."""
+    if order != "thd":
+        return from_format(tensor, order)
+    assert rows is not None
+    result = torch.zeros((len(lengths), tensor.shape[1], longest, tensor.shape[2]), dtype=tensor.dtype)
+    for sequence, length in enumerate(lengths):
+        for token in range(length):
+            result[sequence, :, token] = tensor[rows.starts[sequence] + token]
+    return result
+
+
+def outside(tensor: torch.Tensor, lengths: list[int], rows: Rows) -> torch.Tensor:
+    """Return the rows of a ragged tensor that are no token's."""
+    inside = {rows.starts[sequence] + token for sequence, length in enumerate(lengths) for token in range(length)}
+    return tensor[[row for row in range(rows.total) if row not in inside]]
+
+
+def cache(tensor: torch.Tensor, order: str, lengths: list[int], pages: Pages, fill: float) -> torch.Tensor:
+    """Put [b, h, s, d] into a cache [pages, page_size, h, d], or [page_size, pages, h, d] in sbhd."""
+    result = torch.full((pages.count, pages.size, tensor.shape[1], tensor.shape[3]), fill, dtype=tensor.dtype)
+    for sequence, length in enumerate(lengths):
+        for token in range(length):
+            page = pages.table[sequence][token // pages.size]
+            result[page, token % pages.size] = tensor[sequence, :, token]
+    return result if order == "bshd" else result.transpose(0, 1).contiguous()
+
+
+def lay_out(problem: Problem, data: Data) -> tuple[torch.Tensor, ...]:
+    """Lay the tensors of a problem out in memory: q, k and v."""
+    p = problem
+    if p.layout in DENSE_LAYOUTS:
+        return pack(p.layout, data.q, data.k, data.v)
+    lengths_q, lengths_kv = p.lengths()
+    q = lay(data.q, p.q_order, lengths_q, p.rows_q, p.fill)
+    if p.layout in PAGED_LAYOUTS:
+        assert p.pages_k is not None
+        assert p.pages_v is not None
+        k = cache(data.k, p.kv_order, lengths_kv, p.pages_k, p.fill)
+        return q, k, cache(data.v, p.kv_order, lengths_kv, p.pages_v, p.fill)
+    k, v = (lay(tensor, p.kv_order, lengths_kv, p.kv_rows, p.fill) for tensor in (data.k, data.v))
+    return stack(p.layout, q, k, v)
+
+
+def places(problem: Problem) -> dict[str, Any]:
+    """Return the arguments that say where tokens lie: starts of sequences and page tables."""
+    p = problem
+    found: dict[str, Any] = {}
+    if p.padded and p.rows_q is not None:
+        # A buffer that all three share has one row of starts, so the other must not be looked at; neither must that
+        # of a dense or paged tensor.
+        unused = Rows((1 << 20,) * (p.b + 1), 0)
+        kv = unused if p.one_buffer or p.rows_kv is None else p.rows_kv
+        found["cu_seqlens_q_padded"] = torch.tensor(p.rows_q.starts, dtype=torch.int32)
+        found["cu_seqlens_kv_padded"] = torch.tensor(kv.starts, dtype=torch.int32)
+    for name, pages in (("page_table_k", p.pages_k), ("page_table_v", p.pages_v)):
+        if pages is not None:
+            found[name] = torch.tensor(pages.table, dtype=torch.int32)
+    return found
+
+
 def pack(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Lay q, k and v, each [b, h, s, d], out as ``layout`` says."""
-    q_order, kv_order, all_dim, kv_dim = DENSE_LAYOUTS[layout]
-    q, k, v = to_format(q, q_order), to_format(k, kv_order), to_format(v, kv_order)
+    """Lay q, k and v, each [b, h, s, d], out as a dense ``layout`` says."""
+    q_order, kv_order, _, _ = DENSE_LAYOUTS[layout]
+    return stack(layout, to_format(q, q_order), to_format(k, kv_order), to_format(v, kv_order))
+
+
+def stack(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Put what shares a buffer in ``layout`` into one, and return its parts."""
+    _, _, all_dim, kv_dim = ALL_LAYOUTS[layout]
     if all_dim is not None:
         return torch.stack([q, k, v], dim=all_dim).unbind(all_dim)
     if kv_dim is not None:
@@ -165,7 +290,7 @@ class Run:
 
 def forward(problem: Problem, data: Data, **changes: Any) -> tuple[Any, ...]:
     p = problem
-    q, k, v = pack(p.layout, data.q, data.k, data.v)
+    q, k, v = lay_out(p, data)
     cu_q, cu_kv = p.cu_seqlens()
     arguments: dict[str, Any] = {
         "is_training": True,
@@ -190,12 +315,19 @@ def forward(problem: Problem, data: Data, **changes: Any) -> tuple[Any, ...]:
         "bottom_right_diagonal": p.diagonal,
         "softmax_offset": data.offset,
     }
-    return fused_attn_fwd(**(arguments | p.options | changes))
+    return fused_attn_fwd(**(arguments | places(p) | p.options | changes))
+
+
+def gradient(problem: Problem, data: Data) -> torch.Tensor:
+    """Lay the gradient of the output out as the output is."""
+    if problem.layout in DENSE_LAYOUTS:
+        return to_format(data.grad, problem.q_order)
+    return lay(data.grad, problem.q_order, problem.lengths()[0], problem.rows_q, problem.fill)
 
 
 def backward(problem: Problem, data: Data, output: torch.Tensor, aux: list[torch.Tensor], **changes: Any) -> list[Any]:
     p = problem
-    q, k, v = pack(p.layout, data.q, data.k, data.v)
+    q, k, v = lay_out(p, data)
     cu_q, cu_kv = p.cu_seqlens()
     arguments: dict[str, Any] = {
         "max_seqlen_q": p.sq,
@@ -206,7 +338,7 @@ def backward(problem: Problem, data: Data, output: torch.Tensor, aux: list[torch
         "k": k,
         "v": v,
         "o": output,
-        "d_o": to_format(data.grad, p.q_order),
+        "d_o": gradient(p, data),
         "fake_dtype": p.dtype,
         "aux_ctx_tensors": aux,
         "fused_attention_backend": F16,
@@ -222,7 +354,8 @@ def backward(problem: Problem, data: Data, output: torch.Tensor, aux: list[torch
         "window_size": p.window,
         "bottom_right_diagonal": p.diagonal,
     }
-    return fused_attn_bwd(**(arguments | changes))
+    starts = {name: value for name, value in places(p).items() if "page" not in name}
+    return fused_attn_bwd(**(arguments | starts | changes))
 
 
 def run(problem: Problem, data: Data | None = None) -> Run:
@@ -230,18 +363,20 @@ def run(problem: Problem, data: Data | None = None) -> Run:
     data = make_data(problem) if data is None else data
     output, aux, *rest = forward(problem, data)
     raw = backward(problem, data, output, list(aux))
+    p = problem
+    lengths_q, lengths_kv = p.lengths()
     return Run(
-        output=from_format(output, problem.q_order),
+        output=unlay(output, p.q_order, lengths_q, p.sq, p.rows_q),
         aux=aux,
         max_logit=rest[0] if rest else None,
         raw_output=output,
         raw_grads=raw,
         grads=[
-            from_format(raw[0], problem.q_order),
-            from_format(raw[1], problem.kv_order),
-            from_format(raw[2], problem.kv_order),
+            unlay(raw[0], p.q_order, lengths_q, p.sq, p.rows_q),
+            unlay(raw[1], p.kv_order, lengths_kv, p.skv, p.kv_rows),
+            unlay(raw[2], p.kv_order, lengths_kv, p.skv, p.kv_rows),
         ],
-        inputs=pack(problem.layout, data.q, data.k, data.v),
+        inputs=lay_out(p, data),
     )
 
 
@@ -330,6 +465,51 @@ def expected(problem: Problem, data: Data, keep: torch.Tensor | None = None) -> 
         scores=scores.detach(),
         seen=seen,
         grads=[q.grad, k.grad, v.grad],
+        d_bias=None if bias is None else bias.grad,
+        d_offset=None if offset is None else offset.grad,
+    )
+
+
+def expected_by_sequence(problem: Problem, data: Data) -> Expected:
+    """Compute everything in float64 with autograd, one sequence after another, from its own tokens alone.
+
+    ``scores`` are -inf and ``stats`` zero where there is no token.
+    """
+    p = problem
+    q, k, v = (tensor.double().requires_grad_() for tensor in (data.q, data.k, data.v))
+    bias = None if data.bias is None else data.bias.double().requires_grad_()
+    offset = None if data.offset is None else data.offset.double().requires_grad_()
+    scale = p.d**-0.5 if p.scale is None else p.scale
+    alibi = plain_alibi(p) if p.bias_type == "alibi" else None
+    seen = plain_mask(p)
+    output = torch.zeros((p.b, p.h, p.sq, p.d_v), dtype=torch.float64)
+    stats = torch.zeros((p.b, p.h, p.sq, 1), dtype=torch.float64)
+    all_scores = torch.full((p.b, p.h, p.sq, p.skv), -torch.inf, dtype=torch.float64)
+    for sequence, (m, n) in enumerate(zip(*p.lengths(), strict=True)):
+        for head in range(p.h):
+            group = head // (p.h // p.hg)
+            scores = scale * q[sequence, head, :m] @ k[sequence, group, :n].T
+            for extra in (bias, alibi):
+                if extra is not None:
+                    full = extra.expand(p.b, p.h, p.sq, p.skv)
+                    scores = scores + full[sequence, head, :m, :n]
+            visible = seen[sequence, 0, :m, :n]
+            weight = torch.where(visible, scores.exp(), torch.zeros_like(scores))
+            total = weight.sum(-1, keepdim=True)
+            if offset is not None:
+                total = total + offset[0, head].exp()
+            chance = weight / torch.where(total == 0, torch.ones_like(total), total)
+            rows = chance @ v[sequence, group, :n]
+            (rows * data.grad[sequence, head, :m].double()).sum().backward()
+            output[sequence, head, :m] = rows.detach()
+            stats[sequence, head, :m] = total.log().detach()
+            all_scores[sequence, head, :m, :n] = scores.detach().masked_fill(~visible, -torch.inf)
+    return Expected(
+        output=output,
+        stats=stats,
+        scores=all_scores,
+        seen=seen,
+        grads=[torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in (q, k, v)],
         d_bias=None if bias is None else bias.grad,
         d_offset=None if offset is None else offset.grad,
     )

@@ -120,8 +120,11 @@ FORWARD_ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("head dimensions that differ", {"k": OTHER[..., :2].double()}, RuntimeError, "head dimensions"),
     ("FP8 backend", {"fused_attention_backend": Backend.FP8}, EngineUnsupported, "FP8"),
     ("FP8 quantizer", {"o_quantizer": object()}, EngineUnsupported, "o_quantizer"),
-    ("ragged", {"qkv_layout": "thd_thd_thd", "o_format": "thd"}, EngineUnsupported, "thd"),
-    ("paged", {"qkv_layout": "paged_kv_bshd_bshd_bshd"}, EngineUnsupported, "paged"),
+    ("ragged without padding mask", {"qkv_layout": "thd_thd_thd", "o_format": "thd"}, RuntimeError, "padding mask"),
+    ("paged without padding mask", {"qkv_layout": "paged_kv_bshd_bshd_bshd"}, RuntimeError, "padding mask"),
+    ("starts that are no tensor", {"cu_seqlens_q_padded": [0, 5, 10]}, TypeError, "cu_seqlens_q_padded"),
+    ("table that is no tensor", {"page_table_v": [[0]]}, TypeError, "page_table_v"),
+    ("dense output", {"qkv_layout": "thd_thd_thd"}, EngineUnsupported, "o_format"),
     ("MXFP8 layout", {"qkv_layout": "bhsd_bhsd_bhsd"}, EngineUnsupported, "MXFP8"),
     ("ragged output", {"o_format": "thd"}, EngineUnsupported, "o_format"),
 ]  # fmt: skip
@@ -154,7 +157,8 @@ BACKWARD_ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("no window", {"window_size": None}, TypeError, "window_size"),
     ("no output", {"o": None}, TypeError, "o is no tensor"),
     ("None in aux", {"aux_ctx_tensors": [torch.zeros(2, 4, 5, 1), None]}, TypeError, "aux_ctx_tensors"),
-    ("paged", {"qkv_layout": "paged_kv_bshd_bshd_bshd"}, RuntimeError, "paged"),
+    ("paged", {"qkv_layout": "paged_kv_bshd_bshd_bshd"}, RuntimeError, "QKV layout not supported"),
+    ("starts that are no tensor", {"cu_seqlens_kv_padded": [0, 5, 10]}, TypeError, "cu_seqlens_kv_padded"),
     ("short aux", {"aux_ctx_tensors": [torch.zeros(2, 4, 5, 1)]}, RuntimeError, "1 entries"),
     ("aux without bias", {"attn_bias_type": "post_scale_bias"}, RuntimeError, "2 entries"),
     ("aux without offset", {"softmax_type": "learnable"}, RuntimeError, "2 entries"),
@@ -169,7 +173,10 @@ BACKWARD_ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
       "o": OTHER[..., :2].double(), "d_o": OTHER[..., :2].double()}, RuntimeError, "cannot share"),
     ("FP8 backend", {"fused_attention_backend": Backend.FP8}, EngineUnsupported, "FP8"),
     ("FP8 quantizer", {"dp_quantizer": object()}, EngineUnsupported, "dp_quantizer"),
-    ("ragged", {"qkv_layout": "thd_thd_thd"}, EngineUnsupported, "thd"),
+    ("ragged without padding mask", {name: "thd_thd_thd" if "layout" in name else "thd" for name in
+      ("qkv_layout", "dqkv_layout", "o_format", "do_format")}, RuntimeError, "padding mask"),
+    ("ragged gradient layout", {"dqkv_layout": "thd_thd_thd"}, EngineUnsupported, "dqkv_layout"),
+    ("MXFP8 gradient layout", {"dqkv_layout": "bhsd_bhsd_bhsd"}, EngineUnsupported, "MXFP8"),
     ("ragged gradient", {"do_format": "thd"}, EngineUnsupported, "do_format"),
 ]  # fmt: skip
 
