@@ -17,6 +17,7 @@ from harness import __version__
 from harness.case import nearest
 from harness.engines.api import ENGINE_NAMES
 from harness.judge import EXIT_HARNESS, EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_UNVERIFIED, EXIT_USAGE
+from harness.lanes import NEVER_DRAWN
 from harness.layouts import LAYOUTS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ CANDIDATE_HELP = "The changed implementation; takes what --control takes."
 
 def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
     """Print one message to standard error and leave with an exit code."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"harness: {message}", markup=False)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"harness: {message.replace('?.', '?')}", markup=False)
     raise typer.Exit(code)
 
 
@@ -151,6 +152,8 @@ def _execute(
     from harness.report.terminal import print_results
 
     console = Console(highlight=False)
+    if sources["control"].text == sources["candidate"].text:
+        console.print("note: control and candidate are the same text; this run can show noise alone", markup=False)
     try:
         with Journal(folder) as journal:
             _journal_run(journal, pair, sources, engine, folder, layouts, cases, seed, console)
@@ -282,7 +285,7 @@ def _show(result: CaseResult, sources: dict[str, Any], engine: Engine) -> int:
         style = {"match": "green", "difference": "red", "crash": "red"}.get(result.outcome, "yellow")
         say(f"{result.outcome}{': ' + result.reason if result.reason else ''}", style)
     for noise in result.noise:
-        say(f"  noise of the control itself on {noise.path}: up to {noise.spread:.3g}")
+        say(f"  the {noise.side} disagrees with itself on {noise.path}: by up to {noise.spread:.3g}")
     for difference in result.differences:
         say(f"  {difference.path}  [{difference.kind}]  {difference.message}")
         say(f"    control   {json.dumps(difference.control)}")
@@ -335,6 +338,7 @@ def doctor() -> None:
             for finding in findings:
                 if not finding.works:
                     console.print(f"    not {finding.what}: {finding.reason}", markup=False, style="dim")
+    console.print(f"no case draws, on any engine: {', '.join(NEVER_DRAWN)}", markup=False)
     console.print(f"`harness run` uses {'cudnn' if 'cudnn' in working else 'reference'} by default", markup=False)
     if not working:
         raise typer.Exit(EXIT_HARNESS)

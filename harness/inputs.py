@@ -107,7 +107,7 @@ class Inputs:
         """Return ``unchanged``, ``written`` or ``red zone written`` for each buffer of a used set, by its bits."""
         found = {name: _change(self.masters[name], buffer) for name, buffer in live.buffers.items()}
         given = _stride(self.masters["output_grad"].inner(), self.case)  # it may lie in memory of its own
-        if not torch.equal(_integers(given.contiguous()), _integers(live.output_grad.detach().contiguous())):
+        if not torch.equal(integers(given.contiguous()), integers(live.output_grad.detach().contiguous())):
             found["output_grad"] = "written"
         return found
 
@@ -282,13 +282,13 @@ def _stride(gradient: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def _change(master: Buffer, used: Buffer) -> str:
-    before, after = _integers(master.flat), _integers(used.flat.detach())
+    before, after = integers(master.flat), integers(used.flat.detach())
     if torch.equal(before, after):
         return "unchanged"
     inside = slice(master.margin, master.flat.numel() - master.margin)
     return "written" if not torch.equal(before[inside], after[inside]) else "red zone written"
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor as integers, so that NaN equals itself."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

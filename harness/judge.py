@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,10 +28,14 @@ control does not repeat itself, eight times its spread is still far below what a
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How far a subject was from itself on a path: the largest absolute distance over its own runs."""
+    """How far a subject was from itself on a path: the largest absolute distance over its own runs.
+
+    ``side`` is ``candidate`` where the control was never seen to vary.
+    """
 
     path: str
     spread: float
+    side: Literal["control", "candidate"] = "control"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ def judge(
         for path, value in _spread(candidate_against_itself).items():
             spread[path] = max(spread.get(path, 0.0), value)
         real = tuple(difference for difference in real if not _within_noise(difference, spread))
-    noise = tuple(Noise(path, value) for path, value in spread.items())
+    own = _spread(control_against_itself)
+    noise = tuple(Noise(path, value, "control" if path in own else "candidate") for path, value in spread.items())
     if real:
         return Judgement("difference", real, noise)
     return Judgement("noisy" if noise else "match", (), noise)
@@ -96,7 +102,7 @@ def _spread(runs: Iterable[Sequence[Difference]]) -> dict[str, float]:
     spread: dict[str, float] = {}
     for differences in runs:
         for difference in differences:
-            if difference.distance is not None:
+            if difference.distance is not None and math.isfinite(difference.distance.largest_absolute):
                 spread[difference.path] = max(spread.get(difference.path, 0.0), difference.distance.largest_absolute)
     return spread
 
@@ -113,7 +119,8 @@ def _made_by_a_kernel(difference: Difference) -> bool:
 def _within_noise(difference: Difference, spread: Mapping[str, float]) -> bool:
     if difference.kind != "value" or difference.distance is None or difference.path not in spread:
         return False
-    return difference.distance.largest_absolute <= NOISE_FACTOR * spread[difference.path]
+    gap = difference.distance.largest_absolute  # infinite where one side alone is NaN: that is never noise
+    return math.isfinite(gap) and gap <= NOISE_FACTOR * spread[difference.path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,7 @@ def empty_counts() -> dict[str, int]:
 
 def count(counts: dict[str, int], outcome: Outcome, both_raised: bool) -> None:
     """Add one case to the counts. A case on which both sides raised alike counts as ``both_raised``, not as match."""
-    if both_raised and outcome == "match":
+    if both_raised and outcome in ("match", "noisy"):
         counts["both_raised"] += 1
     else:
         counts[outcome] += 1
@@ -170,7 +177,8 @@ def verdict(
         return Verdict("unverified", EXIT_HARNESS, tuple(reasons))
     if gaps:
         return Verdict("unverified", EXIT_UNVERIFIED, tuple(reasons))
-    return Verdict("neutral", EXIT_NEUTRAL, (f"no difference on {_cases(counts['executed'], 'executed ')}",))
+    noisy = f", {counts['noisy']} of them equal within a kernel's noise only" if counts["noisy"] else ""
+    return Verdict("neutral", EXIT_NEUTRAL, (f"no difference on {_cases(counts['executed'], 'executed ')}{noisy}",))
 
 
 def _cases(number: int, kind: str = "") -> str:

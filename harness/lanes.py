@@ -40,3 +40,7 @@ LANES: dict[str, Callable[[Case], bool]] = {
 def lanes_of(case: Case) -> tuple[str, ...]:
     """Return the names of the lanes that a case belongs to, in the table's order."""
     return tuple(name for name, belongs in LANES.items() if belongs(case))
+
+
+NEVER_DRAWN = ("FP8", "CPU offload", "FAv2 backward", "graph capture")
+"""Branches of the function that no case reaches: a report names them, so that green does not read as complete."""

@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"case", "judge", "lanes", "layouts", "execute"},
     "doctor": {"case", "engines", "layouts"},
     "replay": {"case", "execute", "subjects"},
-    "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "layouts", "replay", "report", "subjects"},
+    "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "lanes", "layouts", "replay",
+            "report", "subjects"},
     "harness": set(),
 }  # fmt: skip
 

@@ -25,13 +25,15 @@ class Engine(Protocol):
     return the same keys. ``unsupported(case)`` is None where the engine can run the case, else the reason, in the
     engine's own words. ``generator(seed)`` is a fresh generator on the engine's device. ``defines_padding`` is whether
     the kernels give a defined value to the rows of the softmax statistics past a sequence's end (O and the gradients
-    are zero there on every engine); ``dtypes`` are those of a Case that are worth drawing.
+    are zero there on every engine); ``dtypes`` are those of a Case that are worth drawing; ``repeatable`` is
+    whether the same call gives the same bits each time, so that noise can only be a subject's own.
     """
 
     name: str
     device: torch.device
     defines_padding: bool
     dtypes: tuple[str, ...]
+    repeatable: bool
 
     def seam(self) -> dict[str, object]: ...
 

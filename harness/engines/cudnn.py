@@ -55,6 +55,7 @@ class CudnnEngine:
 
     name = "cudnn"
     defines_padding = False
+    repeatable = False
     dtypes: tuple[str, ...] = ("bf16", "fp16")
 
     def __init__(self) -> None:
@@ -109,8 +110,8 @@ class CudnnEngine:
     def unsupported(self, case: Case) -> str | None:
         """Return TransformerEngine's refusal of the case, in its own words where it has some; None where it runs.
 
-        Two configurations are refused here though the selection admits them, because the kernel then works on memory
-        that is not what it takes it for.
+        Two kinds of configuration are refused here though the selection admits them, because the kernel then works on
+        memory that is not what it takes it for.
         """
         if case.dtype not in ("bf16", "fp16"):
             return f"dtype={case.dtype}: cuDNN fused attention takes fp16 and bf16"
@@ -119,6 +120,11 @@ class CudnnEngine:
             return (
                 f"attn_bias_type={case.attn_bias_type} with softmax_type={case.softmax_type}: TransformerEngine "
                 "allocates the gradient of the bias in the shape of the softmax offset"
+            )
+        if case.layout.q_format == "thd" and case.layout.kv_format != "thd" and not case.layout.paged:
+            return (
+                f"qkv_layout={case.qkv_layout}: cuDNN reads and writes outside the dense k and v there (measured with "
+                "cuDNN 9.19: NaN from beyond them in O, other tensors overwritten), so no run in this process is safe"
             )
         backend, message = self._select(case, case.is_training or backward)
         if int(backend) == int(self._fused.FusedAttnBackend["F16_arbitrary_seqlen"]):

@@ -124,7 +124,7 @@ class Pair:
         if differences:
             values_only = not unstable([differences])
             own["control"] += [compare(control, once("control")) for _ in range(NOISE_RUNS if values_only else 2)]
-            if values_only:
+            if values_only and not self.engine.repeatable:
                 own["candidate"] += [compare(candidate, once("candidate")) for _ in range(NOISE_RUNS)]
         judgement = judge(differences, own["control"], own["candidate"])
         both_raised = control.exception() is not None and candidate.exception() is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.inputs import Inputs, Live
+from harness.inputs import Inputs, Live, integers
 from harness.observe.values import Array, Observation, Plain, Value, plain
 
 Key = tuple[Any, ...]
@@ -34,18 +34,19 @@ class Recorder:
         self.live = live
         self.observation = Observation()
         self._names: dict[Key, str] = {}
+        self._given: dict[Key, tuple[torch.Tensor, int]] = {}
         self._buffers = {_storage(buffer.flat): name for name, buffer in live.buffers.items()}
         self._results: dict[int, str] = {}
         self._held: list[torch.Tensor] = []
         self._versions: dict[int, int] = {}
         self._valid: dict[Key, torch.Tensor] = {}
+        self._made: dict[Key, torch.Tensor] = {}
         self.padding_defined = padding_defined
         self._fault: Exception | None = None
         for name, tensor in live.tensors.items():
             self._names.setdefault(_key(tensor), f"input {name}")
-            self._versions[_storage(tensor)] = tensor._version
+            self._given.setdefault(_key(tensor), (tensor.detach().clone(), tensor._version))
         self._names.setdefault(_key(live.output_grad), "gradient of the output")
-        self._versions[_storage(live.output_grad)] = live.output_grad._version
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -62,7 +63,11 @@ class Recorder:
             raise HarnessFault(f"{type(self._fault).__name__}: {self._fault}") from self._fault
 
     def name(self, tensor: torch.Tensor, meaning: str, valid: torch.Tensor | None = None) -> None:
-        """Give a tensor that a kernel or the subject made a name; an input keeps its own."""
+        """Give a tensor that a kernel or the subject made a name; an input keeps its own.
+
+        Its bits are kept: whoever changes them later, by whatever way round the version counter, is found out.
+        """
+        self._made.setdefault(_key(tensor), tensor.detach().clone())
         self._held.append(tensor)
         self._names.setdefault(_key(tensor), meaning)
         self._results.setdefault(_storage(tensor), meaning)
@@ -72,8 +77,10 @@ class Recorder:
 
     def meaning(self, tensor: torch.Tensor) -> str:
         """Return what a tensor is: a named one, a view of a buffer or of a named one, or ``fresh``."""
-        storage = _storage(tensor)
+        storage, made = _storage(tensor), self._made.get(_key(tensor))
         written = storage in self._results and self._versions[storage] != tensor._version
+        if made is not None and not written:
+            written = not same_bits(made, tensor)
         named = self._names.get(_key(tensor))
         if named is not None:
             return named + WRITTEN if written else named
@@ -86,11 +93,12 @@ class Recorder:
         return "fresh"
 
     def array(self, tensor: torch.Tensor, meaning: str | None = None) -> Array:
-        """Return the tensor as a value. An input's elements are left out while nothing has written to them."""
+        """Return the tensor as a value. An input's elements are left out while they are what was given."""
         key = _key(tensor)
         if meaning is None:
             meaning = self.meaning(tensor)
-        untouched = self._versions.get(_storage(tensor)) == tensor._version and meaning.startswith("input ")
+        given = self._given.get(key)
+        untouched = given is not None and given[1] == tensor._version and same_bits(given[0], tensor)
         return Array(
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
@@ -138,6 +146,11 @@ class Recorder:
         starts = torch.tensor(place.offsets[:-1], device=device)[:, None]
         rows = torch.arange(place.rows, device=device)[None, :]
         return ((rows >= starts) & (rows < starts + lengths)).any(0)[:, None, None]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape agree in every bit, NaN included."""
+    return torch.equal(integers(left.detach().contiguous()), integers(right.detach().contiguous()))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from harness.engines.api import Engine
 from harness.inputs import Inputs, Live
 from harness.observe.recorder import Recorder
 from harness.observe.seam import WatchedSeam
+from harness.observe.state import watched_state
 from harness.observe.values import Observation
 from harness.subjects.subject import PARAMETERS, Subject
 
@@ -27,7 +28,8 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
 
     Families of paths: ``output``, ``saved``, ``call``, ``calls``, ``aux``, ``backward`` (the raw results against the
     inputs), ``grad`` (raw, by input), ``leaf`` (as accumulated), ``write`` (to the caller's memory), ``generator``,
-    ``exception``. Raises what FATAL names; every other exception of the subject is part of the observation.
+    ``exception``, ``state`` (of the process). Raises what FATAL names; every other exception of the subject is part of
+    the observation.
     """
     case = inputs.case
     own = engine.generator(case.seed + 1) if case.generator == "own" else None
@@ -38,8 +40,8 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
     subject.on_backward.append(raw.append)
     default = default_generator(engine.device)
     try:
-        with _seeded(default, case.seed), seam.attached(recorder):
-            stage = "forward"
+        with watched_state(seen), _seeded(default, case.seed), seam.attached(recorder):
+            stage, node = "forward", None
             values = _values(case, live, seam)
             try:
                 output = subject.call(values)
@@ -61,6 +63,9 @@ def observe(subject: Subject, inputs: Inputs, engine: Engine, seam: WatchedSeam)
             recorder.check()
             _see_raw(recorder, subject, raw)
             _see_leaves(recorder, _raw_gradients(subject, raw))
+            if node is not None:
+                stashed = sorted(recorder.meaning(tensor) for tensor in _tensors_in(vars(node)))
+                seen.plain("saved/on ctx after backward", stashed)
             _see_generators(recorder, default, "after backward")
             for name, change in inputs.changes(live).items():
                 seen.plain(f"write/{name}", change)
@@ -106,6 +111,7 @@ def _see_outputs(recorder: Recorder, output: Any) -> None:
         if isinstance(item, torch.Tensor):
             seen.see(f"output/{index}", recorder.array(item))
             seen.plain(f"output/{index}/requires_grad", item.requires_grad)
+            seen.plain(f"output/{index}/is a view", item._is_view())
             recorder.name(item, f"output {index}")
         else:
             recorder.see(f"output/{index}", item)
@@ -160,10 +166,16 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _backward(recorder: Recorder, output: Any) -> None:
-    first = _items(output)[0]
+    """Run backward from the output, in every second case from the max logit too, whose gradient is to be ignored."""
+    first, *rest = _items(output)
     if not (isinstance(first, torch.Tensor) and first.requires_grad):
         return
-    torch.autograd.backward([first], [recorder.live.output_grad])
+    outputs, gradients = [first], [recorder.live.output_grad]
+    for item in rest if recorder.inputs.case.seed % 2 else ():
+        if isinstance(item, torch.Tensor) and item.requires_grad:
+            outputs.append(item)
+            gradients.append(torch.ones_like(item))
+    torch.autograd.backward(outputs, gradients)
 
 
 def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:

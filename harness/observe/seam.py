@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,8 @@ class WatchedSeam:
 
     def __init__(self, seam: Mapping[str, object]) -> None:
         self.recorder: Recorder | None = None
-        self.names: dict[str, object] = dict(seam)
+        # A namespace of its own for each subject: what one patches into it must not reach the other.
+        self.names: dict[str, object] = {name: _own(value) for name, value in seam.items()}
         self._counts: dict[str, int] = {}
         self._sequence: list[str] = []
         for name in WATCHED:
@@ -77,6 +79,8 @@ class WatchedSeam:
             with recorder.watching():
                 _see_call(recorder, name, index, signature, args, kwargs)
             result = function(*args, **kwargs)
+            if name == "get_nvtx_range_context":
+                return _WatchedContext(result, self._sequence)
             with recorder.watching():
                 if name == "fused_attn_fwd":
                     _name_results(recorder, index, result)
@@ -85,6 +89,28 @@ class WatchedSeam:
             return result
 
         return watched
+
+
+class _WatchedContext:
+    """A context manager that notes in the sequence of calls when it is entered and left."""
+
+    def __init__(self, inner: Any, sequence: list[str]) -> None:
+        self._inner = inner
+        self._sequence = sequence
+
+    def __enter__(self) -> Any:
+        self._sequence.append("enter NVTX range")
+        return self._inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> Any:
+        self._sequence.append("leave NVTX range")
+        return self._inner.__exit__(*exception)
+
+
+def _own(value: object) -> object:
+    if isinstance(value, (types.ModuleType, types.SimpleNamespace)):
+        return types.SimpleNamespace(**vars(value))
+    return dict(value) if type(value) is dict else value
 
 
 def _anything(*args: Any) -> None:

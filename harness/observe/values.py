@@ -62,7 +62,8 @@ def is_kernel_result(description: Json) -> bool:
     if not isinstance(meaning, str):
         return False
     parts = meaning.partition(", in one buffer")[0].split(" and ")
-    return all(re.fullmatch(r".+ of fused_attn_(fwd|bwd)( call \d+)?", part) for part in parts)
+    return all(re.fullmatch(r"[a-z0-9_ ]+ of fused_attn_(fwd|bwd)( call \d+)?", part) and not part.startswith("view of")
+               for part in parts)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ COUNTS: dict[str, CountWords] = {
     "both_raised": CountWords("both raised", "raised", "‖", "both sides raised alike: errors agree, no numbers seen"),
     "difference": CountWords("difference", "differ", "≠", "the candidate differs from the control"),
     "intended": CountWords("intended", "intend", "≐", "differs only as declared"),
-    "noisy": CountWords("noisy", "noisy", "≈", "the control disagrees with itself; the candidate is within its noise"),
+    "noisy": CountWords("noisy", "noisy", "≈", "the same code varies from run to run, the candidate within that"),
     "crash": CountWords("crash", "crash", "✕", "the candidate ended the process"),
     "unsupported": CountWords("unsupported", "unsup", "–", "the engine refused the case"),
     "error": CountWords("error", "error", "!", "a fault of the harness or the machine"),

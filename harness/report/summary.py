@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.judge import FINDINGS, count, empty_counts, reached, verdict
-from harness.lanes import LANES
+from harness.lanes import LANES, NEVER_DRAWN
 from harness.layouts import LAYOUTS
 from harness.report.describe import Results, case_effort, number
 
@@ -239,4 +239,6 @@ def _not_checked(
         if reason == NO_CASE and asked and name not in asked:
             reason = NOT_ASKED
         gap("layout", name, f"layout {name}", reason)
+    for name in NEVER_DRAWN:
+        gap("branch", name, name, "no case of this version draws it")
     return rows

@@ -64,7 +64,7 @@ def print_results(results: Results, console: Console) -> None:
     _failing(results, console)
     _not_checked(results, console)
     if results["noise"]:
-        _heading(console, "Noise (the control disagrees with itself)")
+        _heading(console, "Noise (the same code disagrees with itself from run to run)")
         for row in results["noise"][:SHOWN]:
             _line(console, f"{row['path']}: {plural(row['cases'], 'case')}, spread up to {row['largest_spread']}")
         if len(results["noise"]) > SHOWN:

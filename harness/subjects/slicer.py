@@ -76,19 +76,26 @@ def slice_source(text: str, file: str, name: str, seam: Iterable[str], also: Ite
     Raises SliceError for text that does not parse, for a file without ``name``, and for a name that nothing binds.
     """
     try:
+        return _slice(text, file, name, frozenset(seam), also)
+    except RecursionError as error:
+        raise SliceError(f"{file}: nested too deeply to be taken apart") from error
+
+
+def _slice(text: str, file: str, name: str, seam_names: frozenset[str], also: Iterable[str]) -> Slice:
+    try:
         tree = ast.parse(text, filename=file)
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise SliceError(f"{file}{line}: not valid Python: {reason}") from error
-    except RecursionError as error:
-        raise SliceError(f"{file}: nested too deeply to be parsed") from error
+    raised = next((node for node in tree.body if isinstance(node, ast.Raise)), None)
+    if raised is not None:
+        raise SliceError(f"{file}, line {raised.lineno}: the module raises when it is imported")
     definitions, imports, blocks = _bindings(tree.body)
     if not any(isinstance(node, ast.ClassDef) for node in definitions.get(name, ())):
         classes = sorted(key for key, nodes in definitions.items() if any(isinstance(n, ast.ClassDef) for n in nodes))
         listing = f"it defines {', '.join(classes[:8])}" if classes else "it defines no class"
         raise SliceError(f"{file}: no class {name} at top level; {listing}. Name another one with package.module:Name")
-    seam_names = frozenset(seam)
     reached: dict[int, ast.stmt] = {}
     names: list[str] = []
     bound: dict[str, str] = {}
@@ -239,15 +246,16 @@ def _targets(node: ast.stmt) -> list[str]:
 
 
 def _changed(node: ast.stmt) -> list[str]:
-    """Return the names whose objects a statement changes: ``name[0] = ...``, ``name.x = ...``, ``name.update(...)``."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        places: list[ast.expr] = [node.value.func]
-    elif isinstance(node, (ast.Assign, ast.AugAssign)):
-        places = node.targets if isinstance(node, ast.Assign) else [node.target]
-    else:
-        return []
-    found = []
-    for place in places:
+    """Return the names whose objects a statement may change: ``name[0] = ...``, ``name.x = ...``, ``f(name)``.
+
+    A bare call, a loop or a ``del`` may do anything to what it mentions, so it changes all of that.
+    """
+    if isinstance(node, (ast.Expr, ast.For, ast.While, ast.Delete)):
+        return sorted(free_names(node) | _stored([node]))
+    found: list[str] = []
+    if not isinstance(node, (ast.Assign, ast.AugAssign)):
+        return found
+    for place in node.targets if isinstance(node, ast.Assign) else [node.target]:
         base = place
         while isinstance(base, (ast.Attribute, ast.Subscript)):
             base = base.value

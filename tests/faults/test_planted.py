@@ -113,7 +113,8 @@ def test_every_family_that_is_observed_has_a_planted_fault() -> None:
     assert families_observed() == {name for fault in FAULTS for name in fault.families}
 
 
-ALONE = {"output", "saved", "call", "calls", "aux", "backward", "grad", "leaf", "write", "generator", "exception"}
+ALONE = {"output", "saved", "call", "calls", "aux", "backward", "grad", "leaf", "write", "generator", "exception",
+         "state"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(ALONE))

@@ -36,7 +36,8 @@ def gap(reference: Array, kernel: Array) -> float:
         return 0.0
     if not bool(torch.isfinite(b).all()):
         return float("inf") if bool(torch.isfinite(a).all()) else 0.0
-    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-3))
+    # The inputs are of magnitude one: a gradient far below is zero but for rounding, and no measure of itself.
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-2))
 
 
 def test_reference_and_cudnn_agree_on_drawn_cases() -> None:

@@ -76,6 +76,7 @@ def test_saved_tensors_are_recorded_by_what_they_are(spec: str) -> None:
     assert {path for path in observation if path.startswith("saved/")} == {
         "saved/count",
         "saved/outside save_for_backward",
+        "saved/on ctx after backward",
         *(f"saved/{name}" for name in ("q", "k", "v", "attn_bias", "cu_seqlens_q", "cu_seqlens_kv")),
         *(f"saved/cu_seqlens_{side}_padded" for side in ("q", "kv")),
         *(f"saved/{name} of fused_attn_fwd" for name in ("output", "softmax_stats", "rng_state")),

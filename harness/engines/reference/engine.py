@@ -22,6 +22,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
+    repeatable = True
     defines_padding = True  # -inf, or the softmax offset
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
