@@ -120,7 +120,8 @@ def _slice(text: str, file: str, name: str, seam_names: frozenset[str], also: It
             names.append(wanted)
             for node in nodes:
                 reached[id(node)] = node
-                pending.extend(sorted(free_names(node)))
+                own_names = _stored([node]) if isinstance(node, (ast.For, ast.While)) else set[str]()  # loop variables
+                pending.extend(sorted(free_names(node) - own_names))
                 for block in blocks.get(id(node), ()):
                     pending.extend(sorted(_conditions(block)))
         elif wanted in imports:

@@ -262,3 +262,24 @@ def test_a_file_without_the_class_is_refused_with_the_classes_it_has() -> None:
 def test_any_text_is_refused_as_a_source_with_no_such_class(text: str) -> None:
     with pytest.raises(SliceError):
         slice_source(text, "mine.py", "FusedAttnFunc", SEAM)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "setattr(FusedAttnFunc, 'answer', 2)",
+        "def install(c):\n    c.answer = 2\ninstall(FusedAttnFunc)",
+        "for name in ('answer',):\n    setattr(FusedAttnFunc, name, 2)",
+        "FusedAttnFunc.answer = 2",
+    ],
+)
+def test_what_changes_a_reached_object_at_top_level_is_run(patch: str) -> None:
+    part = sliced(user("1") + "\n" + patch + "\n")
+    module = types.ModuleType("patched")
+    exec(compile(part.tree, "file.py", "exec"), module.__dict__)
+    assert module.FusedAttnFunc.answer == 2
+
+
+def test_a_module_that_raises_when_it_is_imported_is_refused_with_the_line() -> None:
+    with pytest.raises(SliceError, match=r"line \d+: the module raises when it is imported"):
+        sliced(user("1") + "\nraise RuntimeError('old')\n")
