@@ -280,7 +280,7 @@ def _show(result: CaseResult, sources: dict[str, Any], engine: Engine) -> int:
     say(f"case {result.case.id}: {describe_case(result.case.to_dict())}")
     say(f"control {sources['control'].spec}, candidate {sources['candidate'].spec}, engine {engine.name}")
     if result.both_raised and result.outcome == "match":
-        say("match: both sides raised alike; no numbers were compared", "yellow")
+        say(f"match: both sides raised alike; no numbers were compared ({result.reason})", "yellow")
     else:
         style = {"match": "green", "difference": "red", "crash": "red"}.get(result.outcome, "yellow")
         say(f"{result.outcome}{': ' + result.reason if result.reason else ''}", style)

@@ -148,7 +148,8 @@ def main(arguments):
             print(f"note: {where} is not the text that was run (sha256 {source.sha256}, then {subject['sha256']})")
         sources.append(source)
     result = Pair(*sources, get_engine(ENGINE)).run(Case.from_dict(CASE))
-    print(f"{result.outcome}: {result.reason or 'both raised alike' if result.both_raised else result.reason or ''}")
+    alike = "both raised alike, " if result.both_raised and result.outcome == "match" else ""
+    print(f"{result.outcome}: {alike}{result.reason or ''}")
     for difference in result.differences:
         print(f"  {difference.path} [{difference.kind}] {difference.message}")
         print(f"    control:   {json.dumps(difference.control)}")

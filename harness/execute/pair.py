@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,11 @@ class Pair:
             if values_only and not self.engine.repeatable:
                 own["candidate"] += [compare(candidate, once("candidate")) for _ in range(NOISE_RUNS)]
         judgement = judge(differences, own["control"], own["candidate"])
-        both_raised = control.exception() is not None and candidate.exception() is not None
+        raised = control.exception()
+        both_raised = raised is not None and candidate.exception() is not None
+        if both_raised and judgement.outcome == "match":
+            assert raised is not None
+            judgement = replace(judgement, reason=f"{raised['type']} in {raised['stage']}: {raised['message']}")
         return judgement, both_raised, _shared_breaches(control, candidate)
 
 
