@@ -206,14 +206,14 @@ def _journal_run(
 @contextlib.contextmanager
 def _progress(console: Console, wanted: int) -> Iterator[Any]:
     """Give a function that takes each result: a bar with counts on a terminal, now and then a plain line elsewhere."""
+    from harness.judge import EXECUTED, counted_as
+
     counts: dict[str, int] = {}
 
     def tally(result: CaseResult) -> str:
-        name = "both raised" if result.both_raised and result.outcome == "match" else result.outcome
+        name = counted_as(result.outcome, result.both_raised).replace("_", " ")
         counts[name] = counts.get(name, 0) + 1
         return "  ".join(f"{key} {value}" for key, value in counts.items())
-
-    from harness.judge import EXECUTED
 
     if console.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

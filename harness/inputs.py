@@ -107,7 +107,7 @@ class Inputs:
         """Return ``unchanged``, ``written`` or ``red zone written`` for each buffer of a used set, by its bits."""
         found = {name: _change(self.masters[name], buffer) for name, buffer in live.buffers.items()}
         given = _stride(self.masters["output_grad"].inner(), self.case)  # it may lie in memory of its own
-        if not torch.equal(integers(given.contiguous()), integers(live.output_grad.detach().contiguous())):
+        if not same_bits(given, live.output_grad):
             found["output_grad"] = "written"
         return found
 
@@ -287,6 +287,11 @@ def _change(master: Buffer, used: Buffer) -> str:
         return "unchanged"
     inside = slice(master.margin, master.flat.numel() - master.margin)
     return "written" if not torch.equal(before[inside], after[inside]) else "red zone written"
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape agree in every bit, NaN included."""
+    return torch.equal(integers(left.detach().contiguous()), integers(right.detach().contiguous()))
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:

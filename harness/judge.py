@@ -84,13 +84,13 @@ def judge(
             reason=f"the control disagrees with itself on {shaky[0].path} ({shaky[0].kind}: {shaky[0].message}), so "
             "nothing can be said about the candidate",
         )
-    spread = _spread(control_against_itself)
+    own = _spread(control_against_itself)
+    spread = dict(own)
     real = tuple(difference for difference in differences if not _within_noise(difference, spread))
     if real and all(map(_made_by_a_kernel, real)) and not unstable(candidate_against_itself):
         for path, value in _spread(candidate_against_itself).items():
             spread[path] = max(spread.get(path, 0.0), value)
         real = tuple(difference for difference in real if not _within_noise(difference, spread))
-    own = _spread(control_against_itself)
     noise = tuple(Noise(path, value, "control" if path in own else "candidate") for path, value in spread.items())
     if real:
         return Judgement("difference", real, noise)
@@ -137,12 +137,14 @@ def empty_counts() -> dict[str, int]:
     return {"executed": 0, "match": 0, "both_raised": 0} | {name: 0 for name in OUTCOMES if name != "match"}
 
 
+def counted_as(outcome: Outcome, both_raised: bool) -> str:
+    """Return the count that a case belongs to: where both sides raised alike that is ``both_raised``, not match."""
+    return "both_raised" if both_raised and outcome in ("match", "noisy") else outcome
+
+
 def count(counts: dict[str, int], outcome: Outcome, both_raised: bool) -> None:
-    """Add one case to the counts. A case on which both sides raised alike counts as ``both_raised``, not as match."""
-    if both_raised and outcome in ("match", "noisy"):
-        counts["both_raised"] += 1
-    else:
-        counts[outcome] += 1
+    """Add one case to the counts."""
+    counts[counted_as(outcome, both_raised)] += 1
     counts["executed"] += outcome in EXECUTED
 
 

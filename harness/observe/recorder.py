@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.inputs import Inputs, Live, integers
+from harness.inputs import Inputs, Live, same_bits
 from harness.observe.values import Array, Observation, Plain, Value, plain
 
 Key = tuple[Any, ...]
@@ -146,11 +146,6 @@ class Recorder:
         starts = torch.tensor(place.offsets[:-1], device=device)[:, None]
         rows = torch.arange(place.rows, device=device)[None, :]
         return ((rows >= starts) & (rows < starts + lengths)).any(0)[:, None, None]
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape agree in every bit, NaN included."""
-    return torch.equal(integers(left.detach().contiguous()), integers(right.detach().contiguous()))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -199,14 +199,19 @@ def _see_raw(recorder: Recorder, subject: Subject, raw: list[Any]) -> None:
         item = results[index] if index < len(results) else None
         if isinstance(item, torch.Tensor):
             array = recorder.array(item, recorder.meaning(item) + _shared(item, results, names))
-            if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
-                array = dataclasses.replace(array, data=None)  # cuDNN leaves the gradient of this shape unwritten
+            if _left_unwritten(recorder, name):
+                array = dataclasses.replace(array, data=None)
             seen.see(f"grad/{name}", array)
         else:
             recorder.see(f"grad/{name}", item)
 
 
 GRADIENTS = ("q", "k", "v", "attn_bias", "softmax_offset")
+
+
+def _left_unwritten(recorder: Recorder, name: str) -> bool:
+    """Whether a gradient's elements mean nothing: cuDNN leaves that of a [1, 1, 1, skv] bias as it was allocated."""
+    return name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined
 
 
 def _shared(item: torch.Tensor, results: tuple[Any, ...], names: tuple[str, ...]) -> str:
@@ -231,7 +236,7 @@ def _see_leaves(recorder: Recorder, raw: Mapping[str, torch.Tensor]) -> None:
         if gradient is None:
             recorder.observation.plain(f"leaf/{name}", None)
             continue
-        if name == "attn_bias" and recorder.inputs.case.bias_shape == "111s" and not recorder.padding_defined:
+        if _left_unwritten(recorder, name):
             continue
         parts = recorder.inputs.parts_of(name)
         meaning = "gradient"
