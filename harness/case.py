@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.layouts import LAYOUTS, Layout
 
-SCHEMA = 1
+SCHEMA = 2
 DTYPES = ("bf16", "fp16", "fp32")
 MASKS = (
     "no_mask",
@@ -28,7 +29,42 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 BIAS_SHAPES = ("1hss", "11ss", "b1ss", "bhss", "111s")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 DIFFERENTIABLE = ("q", "k", "v", "attn_bias", "softmax_offset")
-OUTPUT_GRADIENTS = ("contiguous", "transposed", "expanded", "sliced")
+OUTPUT_GRADIENTS = ("contiguous", "transposed", "expanded", "sliced", "quantized")
+FP8_RECIPES = ("none", "delayed", "current", "mxfp8", "hybrid")
+FP8_FORMATS = ("HYBRID", "E4M3")
+SCENARIOS = (
+    "plain",
+    "two_graphs",
+    "second_backward",
+    "inplace_edit",
+    "environment_changed",
+    "scale_changed",
+    "cu_seqlens_changed",
+    "recipe_changed",
+    "checkpoint",
+    "checkpoint_reentrant",
+    "hooks_copy",
+    "hooks_cpu",
+    "hooks_strided",
+    "output_deleted",
+    "no_grad",
+    "alternating",
+    "offload",
+    "offload_v1",
+    "fav2_backward",
+    "graph_capture",
+    "nvtx",
+    "debug_prints",
+)
+BACKWARD_SCENARIOS = frozenset(SCENARIOS) - {
+    "plain",
+    "output_deleted",
+    "no_grad",
+    "alternating",
+    "nvtx",
+    "debug_prints",
+}
+"""The scenarios that are about a backward pass, and so need a gradient to be asked for."""
 GENERATORS = ("default", "own")
 MAX_SIZE = 1 << 16
 
@@ -46,6 +82,12 @@ class Case:
     sequence be empty; ``page_size`` is in tokens, and a paged layout needs it.
     ``output_grad`` is how the gradient of the output lies in memory; ``generator`` says whether ``rng_gen`` is given;
     ``seed`` draws every tensor, sequence length and generator state. ``attn_scale`` None means 1/sqrt(head_dim_qk).
+
+    ``fp8_recipe`` is which quantizers are given: ``delayed``, ``current`` (S and dP delayed), ``mxfp8``, or ``hybrid``
+    (QKV and dO current, the rest delayed); ``fp8_format`` HYBRID is E4M3 forward and E5M2 backward. ``fp8_input`` gives
+    quantized q, k and v. ``fp8_dpa_bwd`` is NVTE_FP8_DPA_BWD, and ``fp8_cs_o_in_f16`` NVTE_DPA_FP8CS_O_in_F16 as the
+    source finds it when it is loaded. ``packed_given`` is whether the buffer of a packed layout is handed over beside
+    its views. ``scenario`` is what happens around the passes.
     """
 
     qkv_layout: str = "sbhd_sbhd_sbhd"
@@ -75,6 +117,15 @@ class Case:
     requires_grad: tuple[str, ...] = ("q", "k", "v")
     output_grad: str = "contiguous"
     layer_number: int = 1
+    fp8_recipe: str = "none"
+    fp8_format: str = "HYBRID"
+    fp8_input: bool = False
+    fp8_output: bool = False
+    fp8_dpa_bwd: bool = True
+    fp8_cs_o_in_f16: bool = True
+    bf16_backward: bool = False
+    packed_given: bool = True
+    scenario: str = "plain"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,6 +154,11 @@ class Case:
         return self.softmax_type != "vanilla"
 
     @property
+    def fp8(self) -> bool:
+        """Whether the forward pass runs in FP8."""
+        return self.fp8_recipe != "none"
+
+    @property
     def id(self) -> str:
         """Twelve hex digits of the hash of the canonical JSON: equal cases have equal ids on every machine."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
@@ -126,20 +182,24 @@ class Case:
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """Read a case from JSON values.
 
-        Fields left out take their default. Raises CaseError for an unknown field, another schema, a value of
-        another type and a broken rule.
+        Fields left out take their default; a case of an older schema is brought up to this one. Raises CaseError for
+        an unknown field, a schema that is not known, a value of another type and a broken rule.
         """
         if not isinstance(data, Mapping):
             raise CaseError(f"a case is a JSON object, not {type(data).__name__}")
         known = {field.name for field in dataclasses.fields(cls)}
         fields = dict(data)
         schema = fields.pop("schema", SCHEMA)
-        if type(schema) is not int or schema != SCHEMA:
-            raise CaseError(f"schema={_shown(schema)} is not one that this version reads; it reads schema={SCHEMA}")
+        if type(schema) is not int or not 1 <= schema <= SCHEMA:
+            raise CaseError(
+                f"schema={_shown(schema)} is not one that this version reads; it reads schema=1 to {SCHEMA}"
+            )
+        for version in range(schema, SCHEMA):
+            fields = MIGRATIONS[version](fields)
         for name in fields:
             if name not in known:
                 raise CaseError(f"unknown field {_shown(name)}{nearest(str(name)[:80], known)}")
-        hints = get_type_hints(cls)
+        hints = _hints()
         return cls(**{name: _coerce(name, value, hints[name]) for name, value in fields.items()})
 
     @classmethod
@@ -150,6 +210,25 @@ class Case:
         except (ValueError, RecursionError) as error:
             raise CaseError(f"not JSON: {error}") from error
         return cls.from_dict(data)
+
+
+def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 had no FP8 and no scenarios: every field that it lacks has the default that it meant."""
+    later = ("fp8_recipe", "fp8_format", "fp8_input", "fp8_output", "fp8_dpa_bwd", "fp8_cs_o_in_f16", "bf16_backward",
+             "packed_given", "scenario")  # fmt: skip
+    for name in later:
+        if name in fields:
+            raise CaseError(f"unknown field {name!r} in a case of schema=1; it came with schema=2")
+    return fields
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_schema_1}
+"""From each older schema to the next: takes and returns the fields without ``schema``."""
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Case)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -250,6 +329,9 @@ RULES: tuple[Callable[[Case], str | None], ...] = (
     _one_of("softmax_type", SOFTMAX_TYPES),
     _one_of("output_grad", OUTPUT_GRADIENTS),
     _one_of("generator", GENERATORS),
+    _one_of("fp8_recipe", FP8_RECIPES),
+    _one_of("fp8_format", FP8_FORMATS),
+    _one_of("scenario", SCENARIOS),
     _when(
         lambda case: case.num_heads % case.num_gqa_groups != 0,
         "num_gqa_groups={num_gqa_groups} does not divide num_heads={num_heads}",
@@ -329,6 +411,53 @@ RULES: tuple[Callable[[Case], str | None], ...] = (
         lambda case: case.layout.paged and (not case.page_size or case.page_size < 1
                                             or case.max_seqlen_kv % case.page_size != 0),
         "page_size={page_size}: qkv_layout={qkv_layout} needs one that divides max_seqlen_kv={max_seqlen_kv}",
+    ),
+    _when(
+        lambda case: case.fp8 and case.dtype == "fp32",
+        "dtype={dtype} with fp8_recipe={fp8_recipe}: quantized tensors stand for bf16 or fp16",
+    ),
+    *(
+        _when(
+            lambda case, name=name, off=off: not case.fp8 and getattr(case, name) != off,  # type: ignore[misc]
+            f"{name}={{{name}}} has no meaning with fp8_recipe=none; leave it out",
+        )
+        for name, off in (
+            ("fp8_format", "HYBRID"),
+            ("fp8_input", False),
+            ("fp8_output", False),
+            ("fp8_cs_o_in_f16", True),
+            ("bf16_backward", False),
+        )
+    ),
+    _when(
+        lambda case: not case.packed_given and case.layout.packing is None,
+        "packed_given=false has no meaning with qkv_layout={qkv_layout}, which has no packed buffer; leave it out",
+    ),
+    _when(
+        lambda case: case.output_grad == "quantized" and case.fp8_recipe in ("none", "mxfp8"),
+        "output_grad=quantized with fp8_recipe={fp8_recipe}: it takes delayed, current or hybrid",
+    ),
+    _when(
+        lambda case: case.scenario in BACKWARD_SCENARIOS and not case.requires_grad,
+        "scenario={scenario} needs a backward pass, and requires_grad={requires_grad} asks for no gradient",
+    ),
+    _when(
+        lambda case: case.scenario == "scale_changed" and case.fp8_recipe in ("none", "mxfp8"),
+        "scenario=scale_changed with fp8_recipe={fp8_recipe}: it needs quantizers with a scale (delayed, current or "
+        "hybrid)",
+    ),
+    _when(
+        lambda case: case.scenario == "recipe_changed" and not case.fp8,
+        "scenario=recipe_changed with fp8_recipe={fp8_recipe}: there is no recipe to change",
+    ),
+    _when(
+        lambda case: case.scenario == "fav2_backward" and (
+            case.fp8 or case.has_softmax_offset or case.attn_bias_type != "no_bias"
+            or case.head_dim_qk != case.head_dim_v or case.layout.q_format == "sbhd" or case.layout.kv_format == "sbhd"
+        ),
+        "scenario=fav2_backward takes no FP8, bias, ALiBi or softmax offset, one head dimension, and tensors that lie "
+        "as [b, s, h, d] or [t, h, d]; not fp8_recipe={fp8_recipe}, attn_bias_type={attn_bias_type}, "
+        "softmax_type={softmax_type}, head_dim_qk={head_dim_qk}, head_dim_v={head_dim_v}, qkv_layout={qkv_layout}",
     ),
     _when(
         lambda case: not 0 <= case.seed < 1 << 63,

@@ -17,13 +17,16 @@ from harness import __version__
 from harness.case import nearest
 from harness.engines.api import ENGINE_NAMES
 from harness.judge import EXIT_HARNESS, EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_UNVERIFIED, EXIT_USAGE
-from harness.lanes import NEVER_DRAWN
+from harness.lanes import LANES, OUTSIDE, boxes
 from harness.layouts import LAYOUTS
+from harness.space import solve, why_impossible
 
 if TYPE_CHECKING:
     from harness.engines.api import Engine
+    from harness.execute.campaign import Plan
     from harness.execute.journal import Journal
-    from harness.execute.pair import CaseResult, Pair
+    from harness.execute.pair import Pair
+    from harness.execute.result import CaseResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,9 +36,12 @@ app = typer.Typer(
 )
 
 EXIT_CODES = (
-    "Exit codes: 0 neutral, 1 not neutral, 2 bad usage or input, 3 unverified (nothing executed, or a layout asked for "
-    "and not reached), 4 the harness itself failed."
+    "Exit codes: 0 neutral, 1 not neutral, 2 bad usage or input, 3 unverified (nothing executed, or a layout, lane or "
+    "coverage asked for and not reached), 4 the harness itself failed."
 )
+
+CASES = 200
+"""How many cases to execute where neither a number nor a covering set is asked for."""
 
 Spec = Annotated[str, typer.Option(metavar="SPEC")]
 CONTROL_HELP = "The implementation trusted today: legacy, refactored, te, te==VERSION, a path, or package.module:Name."
@@ -54,6 +60,7 @@ def clear_errors() -> Iterator[None]:
     from harness.case import CaseError
     from harness.engines.api import EngineUnavailable
     from harness.execute.journal import JournalError
+    from harness.regressions import RegressionError
     from harness.replay import ReplayError
     from harness.report import ReportError
     from harness.subjects.slicer import SliceError
@@ -61,7 +68,7 @@ def clear_errors() -> Iterator[None]:
 
     try:
         yield
-    except (CaseError, JournalError, ReplayError, ReportError, SliceError, SpecError) as error:
+    except (CaseError, JournalError, RegressionError, ReplayError, ReportError, SliceError, SpecError) as error:
         fail(str(error))
     except EngineUnavailable as error:
         fail(str(error), EXIT_UNVERIFIED)
@@ -72,6 +79,35 @@ def _check_layouts(names: list[str]) -> list[str]:
         if name not in LAYOUTS:
             fail(f"layout={name!r} is unknown{nearest(name, LAYOUTS)}. The layouts are {', '.join(LAYOUTS)}")
     return list(dict.fromkeys(names))
+
+
+def _check_lanes(names: list[str], layouts: list[str]) -> list[str]:
+    """Return the lanes asked for, each once; leave where one is unknown, or no case of it has a layout asked for."""
+    for name in names:
+        if name not in LANES:
+            fail(f"lane={name!r} is unknown{nearest(name, LANES)}. `harness lanes` says what each is; they are "
+                 f"{', '.join(LANES)}")  # fmt: skip
+    parts = [([name], layouts) for name in names] + [(names, [name]) for name in layouts if names]
+    for some_lanes, some_layouts in parts:
+        asked = boxes(some_layouts, some_lanes)
+        if all(solve(box) is None for box in asked):
+            options = [f"--lane {name}" for name in some_lanes] + [f"--layout {name}" for name in some_layouts]
+            reasons = dict.fromkeys(reason for box in asked for reason in why_impossible(box))
+            fail(f"no case can have {' and '.join(options)}: {'; '.join(reasons)}. Leave one of them out")
+    return list(dict.fromkeys(names))
+
+
+def _check_strength(strength: int | None, cases: int | None, min_coverage: float | None) -> int:
+    """Return the strength to run at: as asked for, else 2, or 0 where a number of cases is asked for."""
+    if strength is None:
+        strength = 2 if cases is None or min_coverage is not None else 0
+    if strength not in (0, 2, 3):
+        fail(f"strength={strength} is not one of 0, 2, 3: every valid combination of so many levels, or 0 for none")
+    if min_coverage is not None and not 0 < min_coverage <= 1:
+        fail(f"min-coverage={min_coverage} is out of range; it takes a part of all combinations, above 0 and up to 1")
+    if min_coverage is not None and not strength:
+        fail(f"min-coverage={min_coverage} needs --strength 2 or 3, which says what is to be covered")
+    return strength
 
 
 def _check_engine(name: str) -> str:
@@ -86,23 +122,41 @@ def run(
     candidate: Annotated[str, typer.Option(metavar="SPEC", help=CANDIDATE_HELP)] = "refactored",
     layout: Annotated[list[str] | None, typer.Option(help="A qkv_layout, by its exact name; may be repeated. "
                                                      "Default: all.")] = None,
+    lane: Annotated[list[str] | None, typer.Option(help="A lane, as `harness lanes` names it; may be repeated: any of "
+                                                   "them. Default: all.")] = None,
     engine: Annotated[str, typer.Option(help="auto, reference or cudnn; auto takes cudnn where it runs.")] = "auto",
-    cases: Annotated[int, typer.Option(metavar="N", help="How many cases to execute.")] = 200,
+    cases: Annotated[int | None, typer.Option(metavar="N", help="How many cases to execute. Default: the stored ones, "
+                                              "the covering set, and a tenth as many drawn at random; without a "
+                                              "covering set 200.")] = None,
+    strength: Annotated[int | None, typer.Option(metavar="T", help="Cover every valid combination of the levels of T "
+                                                 "factors, 2 or 3; 0 for none. Default: 2, or 0 with --cases.")] = None,
+    min_coverage: Annotated[float | None, typer.Option(metavar="F", help="The part of these combinations, up to 1, "
+                                                       "below which the run is unverified.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Draws every case and every tensor.")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the reports go. "
                                              "Default: a new folder under reports/.")] = None,
 ) -> None:  # fmt: skip
-    """Run control and candidate on generated cases, compare all that can be seen of them, and give a verdict."""
+    """Run control and candidate on stored and generated cases, compare all that can be seen, and give a verdict."""
     layouts = _check_layouts(layout or [])
+    lanes = _check_lanes(lane or [], layouts)
     _check_engine(engine)
-    if cases < 1:
+    if cases is not None and cases < 1:
         fail(f"cases={cases} is out of range; --cases takes 1 or more, since a run of none shows nothing")
+    strength = _check_strength(strength, cases, min_coverage)
     if not 0 <= seed < 2**31:
         fail(f"seed={seed} is out of range; --seed takes 0 to {2**31 - 1}")
     with clear_errors():
         pair, sources, chosen = _load(control, candidate, engine)
-    folder = _new_folder(out)
-    raise typer.Exit(_execute(pair, sources, chosen, folder, layouts, cases, seed))
+        from harness.execute.campaign import plan
+        from harness.regressions import stored_cases
+
+        folder = _new_folder(out)
+        planned = plan(
+            layouts, lanes, seed, chosen.dtypes, strength=strength, count=cases or (None if strength else CASES),
+            stored=stored_cases(), engine=chosen.name,
+        )  # fmt: skip
+    asked = {"layouts": layouts, "lanes": lanes, "strength": strength, "min_coverage": min_coverage}
+    raise typer.Exit(_execute(pair, sources, chosen, folder, planned, asked))
 
 
 def _new_folder(out: Path | None) -> Path:
@@ -145,7 +199,7 @@ def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[st
 
 
 def _execute(
-    pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, layouts: list[str], cases: int, seed: int
+    pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, planned: Plan, asked: dict[str, Any]
 ) -> int:
     from harness.execute.journal import Journal, JournalError
     from harness.report import ReportError, write_reports
@@ -156,7 +210,7 @@ def _execute(
         console.print("note: control and candidate are the same text; this run can show noise alone", markup=False)
     try:
         with Journal(folder) as journal:
-            _journal_run(journal, pair, sources, engine, folder, layouts, cases, seed, console)
+            _journal_run(journal, pair, sources, engine, folder, planned, asked, console)
         results = write_reports(folder)
     except (JournalError, ReportError) as error:  # a full disk, say: the run's end, not a finding
         fail(str(error), EXIT_HARNESS)
@@ -165,10 +219,10 @@ def _execute(
 
 
 def _journal_run(
-    journal: Journal, pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, layouts: list[str],
-    cases: int, seed: int, console: Console,
+    journal: Journal, pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, planned: Plan,
+    asked: dict[str, Any], console: Console,
 ) -> None:  # fmt: skip
-    from harness.execute.campaign import Campaign, Plan, started
+    from harness.execute.campaign import Campaign, started
     from harness.execute.journal import JournalError
 
     begin = time.monotonic()
@@ -181,16 +235,16 @@ def _journal_run(
         "candidate": sources["candidate"].describe(),
         "engine": engine.name,
         "environment": engine.environment(),
-        "seed": seed,
-        "asked": {"layouts": layouts},
-        "cases_asked": cases,
+        "seed": planned.seed,
+        "asked": asked,
+        "cases_asked": planned.size,
+        "dtypes": list(engine.dtypes),
         "started": started(),
     })  # fmt: skip
     describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
-    plan = Plan(layouts or list(LAYOUTS), cases, seed, engine.dtypes)
     try:
-        with _progress(console, cases) as progress:
-            Campaign(plan, pair, journal, folder, describe, progress).run()
+        with _progress(console, planned.size) as progress:
+            Campaign(planned, pair, journal, folder, describe, progress).run()
     except JournalError:
         raise
     except KeyboardInterrupt:
@@ -314,6 +368,60 @@ def report(
 
 
 @app.command()
+def coverage(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, with its journal.jsonl.")],
+    strength: Annotated[int | None, typer.Option(metavar="T", help="Of how many factors, 2 or 3. Default: as in the "
+                                                 "run, else 2.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Show which combinations of levels a run executed, and what became of the others, from its journal alone."""
+    if strength not in (None, 2, 3):
+        fail(f"strength={strength} is not one of 2, 3")
+    from harness.execute.journal import read_journal
+
+    with clear_errors():
+        events = read_journal(directory)
+    from harness.ledger import ledger
+    from harness.report import coverage as report_coverage
+
+    found = ledger(events, strength)
+    if as_json:
+        typer.echo(json.dumps(report_coverage.as_json(found), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in report_coverage.lines(found):
+        console.print(line, markup=False)
+
+
+@app.command()
+def lanes() -> None:
+    """List the lanes that --lane takes: what each is, and which engine here can run it."""
+    from rich.table import Table
+
+    from harness.doctor import diagnose
+
+    diagnoses = [diagnose(name) for name in ("reference", "cudnn")]
+    here = [diagnosis for diagnosis in diagnoses if diagnosis.available.works]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("lane", "what it is", *(diagnosis.engine for diagnosis in here)):
+        table.add_column(title, no_wrap=title != "what it is", overflow="fold")
+    for index, lane in enumerate(LANES.values()):
+        table.add_row(lane.name, lane.title, *("yes" if item.lanes[index].works else "no" for item in here))
+    console = Console(highlight=False)
+    console.print(table, markup=False)
+    for diagnosis in here:
+        for finding in diagnosis.lanes:
+            if not finding.works:
+                console.print(f"{diagnosis.engine} cannot run {finding.what}: {finding.reason}", markup=False)
+    for diagnosis in diagnoses:
+        if diagnosis not in here:
+            console.print(
+                f"what {diagnosis.engine} can run is not known here: {diagnosis.available.reason}", markup=False
+            )
+    console.print(OUTSIDE, markup=False)
+
+
+@app.command()
 def doctor() -> None:
     """Show what this machine can check, engine by engine, and what stands in the way of the rest."""
     from harness.doctor import diagnose
@@ -332,13 +440,13 @@ def doctor() -> None:
             console.print("  shows what the code around the kernels does; it is no evidence about kernels")
         for key, value in diagnosis.environment.items():
             console.print(f"  {key}: {value}", markup=False)
-        for title, findings in (("layouts", diagnosis.layouts), ("features", diagnosis.features)):
+        for title, findings in (("layouts", diagnosis.layouts), ("lanes", diagnosis.lanes)):
             can = [finding.what for finding in findings if finding.works]
             console.print(f"  {title}, {len(can)} of {len(findings)}: {', '.join(can)}", markup=False)
             for finding in findings:
                 if not finding.works:
                     console.print(f"    not {finding.what}: {finding.reason}", markup=False, style="dim")
-    console.print(f"no case draws, on any engine: {', '.join(NEVER_DRAWN)}", markup=False)
+    console.print(OUTSIDE, markup=False)
     console.print(f"`harness run` uses {'cudnn' if 'cudnn' in working else 'reference'} by default", markup=False)
     if not working:
         raise typer.Exit(EXIT_HARNESS)

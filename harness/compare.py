@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 from harness.observe.values import Array, Json, Observation, Plain, Value
 
-Kind = Literal[
-    "missing", "extra", "order", "type", "shape", "dtype", "stride", "alias", "value", "exception", "crash"
-]
+Kind = Literal["missing", "extra", "order", "type", "shape", "dtype", "stride", "alias", "value", "exception", "crash"]
 KINDS: tuple[Kind, ...] = (
     "missing", "extra", "order", "type", "shape", "dtype", "stride", "alias", "value", "exception", "crash",
 )  # fmt: skip

@@ -1,34 +1,19 @@
-"""Say what this machine can check, engine by engine and feature by feature, and why not the rest."""
+"""Say what this machine can check, engine by engine, layout by layout and lane by lane, and why not the rest."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.case import Case, CaseError
-from harness.engines.api import EngineUnavailable, get_engine
+from harness.case import Case
+from harness.engines.api import Engine, EngineUnavailable, get_engine
+from harness.lanes import LANES
 from harness.layouts import LAYOUTS
+from harness.space import Box, case_of, solve
 
-FEATURES: dict[str, dict[str, object]] = {
-    "F16": {},
-    "BF16": {"dtype": "bf16"},
-    "FP32": {"dtype": "fp32"},
-    "padding mask": {"attn_mask_type": "padding"},
-    "causal mask": {"attn_mask_type": "causal", "window_size": (-1, 0)},
-    "bottom-right causal mask": {"attn_mask_type": "causal_bottom_right", "window_size": (-1, 0)},
-    "window": {"attn_mask_type": "causal", "window_size": (4, 0)},
-    "bias": {"attn_bias_type": "post_scale_bias", "requires_grad": ("q", "k", "v", "attn_bias")},
-    "ALiBi": {"attn_bias_type": "alibi", "attn_mask_type": "causal", "window_size": (-1, 0)},
-    "softmax offset": {"softmax_type": "learnable", "requires_grad": ("q", "k", "v", "softmax_offset")},
-    "dropout": {"dropout_p": 0.1},
-    "grouped queries": {"num_gqa_groups": 2},
-    "different head sizes": {"head_dim_v": 32},
-    "max logit": {"return_max_logit": True},
-    "deterministic": {"deterministic": True},
-}
-"""One case per feature, as changes to a plain one."""
-
-_PLAIN = {"qkv_layout": "bshd_bshd_bshd", "dtype": "fp16", "max_seqlen_q": 64, "max_seqlen_kv": 64, "head_dim_qk": 64,
-          "head_dim_v": 64}  # fmt: skip
+TRIED = 24
+"""How many kinds of case of a lane are asked about before it counts as refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +33,39 @@ class Diagnosis:
     available: Finding
     environment: dict[str, str]
     layouts: tuple[Finding, ...] = ()
-    features: tuple[Finding, ...] = ()
+    lanes: tuple[Finding, ...] = ()
 
 
 def diagnose(name: str) -> Diagnosis:
-    """Return what an engine can check here: each layout with a plain case, each feature with a plain layout."""
+    """Return what an engine can check here: of each layout and each lane, whether it takes some plain case."""
     try:
         engine = get_engine(name)
     except EngineUnavailable as error:
         return Diagnosis(name, Finding(name, False, str(error)), {})
-
-    def check(what: str, **changes: object) -> Finding:
-        try:
-            case = Case.from_dict({**_PLAIN, **changes})
-        except CaseError as error:
-            return Finding(what, False, str(error))
-        reason = engine.unsupported(case)
-        return Finding(what, reason is None, reason or "")
-
-    def layout(row: str) -> Finding:
-        changes: dict[str, object] = {"attn_mask_type": "padding"} if LAYOUTS[row].thd or LAYOUTS[row].paged else {}
-        if LAYOUTS[row].paged:
-            changes |= {"page_size": 16, "requires_grad": (), "is_training": False}
-        return check(row, qkv_layout=row, **changes)
-
     return Diagnosis(
         name,
         Finding(name, True),
         engine.environment(),
-        tuple(layout(row) for row in LAYOUTS),
-        tuple(check(feature, **changes) for feature, changes in FEATURES.items()),
+        tuple(_check(engine, layout, {"qkv_layout": frozenset({layout})}) for layout in LAYOUTS),
+        tuple(_check(engine, lane.name, lane.box) for lane in LANES.values()),
     )
+
+
+def _check(engine: Engine, what: str, box: Box) -> Finding:
+    if not box.get("dtype", frozenset(engine.dtypes)) & frozenset(engine.dtypes):
+        return Finding(what, False, f"the engine has no dtype={' or '.join(sorted(box['dtype']))}")
+    reasons = []
+    for case in itertools.islice(_plain_cases(engine, box), TRIED):
+        reason = engine.unsupported(case)
+        if reason is None:
+            return Finding(what, True)
+        reasons.append(reason)
+    return Finding(what, False, reasons[0])
+
+
+def _plain_cases(engine: Engine, box: Box) -> Iterator[Case]:
+    """Yield the plainest case of each choice of levels in the box."""
+    for levels in itertools.product(*(sorted(allowed) for allowed in box.values())):
+        row = solve({name: frozenset({level}) for name, level in zip(box, levels, strict=True)})
+        if row is not None:
+            yield case_of(row, 0, engine.name)

@@ -153,13 +153,32 @@ def reached(counts: Mapping[str, int]) -> bool:
     return counts["executed"] - counts["both_raised"] > 0
 
 
-def verdict(
-    counts: Mapping[str, int], asked: Mapping[str, Mapping[str, int]], harness_error: str | None = None
-) -> Verdict:
-    """Return the verdict of a run.
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many valid combinations of ``strength`` levels were executed, and the part of them that was asked for."""
 
-    ``counts`` are the run's, ``asked`` those of each slice that was asked for by name. A finding outweighs all; then a
-    fault of the harness; then anything asked for and not reached; only then is the change neutral.
+    strength: int
+    executed: int
+    valid: int
+    least: float
+
+    @property
+    def share(self) -> float:
+        """The part that was executed, rounded down: what falls short never reads as reached."""
+        return math.floor(1e4 * self.executed / self.valid) / 1e4 if self.valid else 1.0
+
+
+def verdict(
+    counts: Mapping[str, int],
+    asked: Mapping[str, Mapping[str, int]],
+    harness_error: str | None = None,
+    coverage: Coverage | None = None,
+) -> Verdict:
+    """Return the verdict of a run, or of a lane of it.
+
+    ``counts`` are the run's, ``asked`` those of each slice that was asked for by name, ``coverage`` what was asked of
+    it. A finding outweighs all; then a fault of the harness; then anything asked for and not reached; only then is the
+    change neutral.
     """
     reasons: list[str] = []
     if found := counts["difference"] + counts["crash"]:
@@ -172,6 +191,11 @@ def verdict(
         gaps.insert(0, "no case was executed")
     elif not reached(counts):
         gaps.insert(0, "both sides raised on every executed case, so no numbers were compared")
+    if coverage is not None and coverage.executed < coverage.least * coverage.valid:
+        gaps.append(
+            f"--min-coverage {coverage.least:g} was asked for and {coverage.share:.4f} reached: {coverage.executed} of "
+            f"{coverage.valid} valid combinations of {coverage.strength} levels were executed"
+        )
     reasons += faults + gaps
     if found:
         return Verdict("not neutral", EXIT_NOT_NEUTRAL, tuple(reasons))

@@ -1,107 +1,97 @@
 """Hypothesis strategies over Case: the only place that draws cases, and the only importer of hypothesis.
 
-Hypothesis draws dimensions and seeds; tensors come from ``harness.inputs``. Simple values stand first, so that a
-failing case shrinks towards small sizes and switched-off options.
+Hypothesis draws levels, sizes and seeds; tensors come from ``harness.inputs``. What is plain and small stands first, so
+that a failing case shrinks towards small sizes and switched-off options.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
-from harness.case import BIAS_SHAPES, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case, causal, padding
-from harness.layouts import LAYOUTS
-
-BATCHES = (1, 2, 3, 5)
-GROUPS = (1, 2, 3, 4)
-HEADS_PER_GROUP = (1, 2, 3)
-TOKENS = (1, 3, 6, 16, 24, 40, 65)
-PAGE_SIZES = (1, 4, 16)
-PAGES = (1, 2, 3)
-HEAD_DIMS = (8, 16, 32, 64)
-SCALES = (None, 0.5, 0.07)
-DROPOUTS = (0.0, 0.1, 0.5)
-
+from harness.case import Case
+from harness.covering import Space, level_number, numbers, space
+from harness.lanes import boxes
+from harness.space import FACTORS, Box, fields_of, row
 
 CaseStrategy: TypeAlias = st.SearchStrategy[Case]
 
+OFTEN: Mapping[str, Mapping[str, int]] = {
+    "scenario": {"plain": 45},
+    "fp8_recipe": {"none": 24},
+    "bias": {"no_bias": 5},
+    "requires_grad": {"all": 8},
+    "window_size": {"none": 4},
+    "softmax_type": {"vanilla": 2},
+    "batch_size": {"several": 3},
+    "is_training": {"true": 7},
+    "return_max_logit": {"false": 7},
+    "pad_between_seqs": {"true": 2},
+    "packed_given": {"true": 3},
+    "fp8_dpa_bwd": {"true": 3},
+}
+"""How many times as often as another a level is drawn. Most cases are plain ones in F16; none is too rare to be met."""
+
+
+def cases(
+    layouts: Sequence[str] = (),
+    dtypes: Sequence[str] = ("bf16", "fp16"),
+    lanes: Sequence[str] = (),
+    engine: str = "reference",
+) -> CaseStrategy:
+    """Return the strategy of valid cases of these layouts and lanes (none: of any), with the sizes for an engine.
+
+    Each of the lanes is drawn from as often as the next. Where no case can be of them, nothing can be drawn.
+    """
+    return _of_any([space([box]) for box in boxes(layouts, lanes, dtypes)], engine)
+
+
+def cases_between(case: Case, engine: str = "reference") -> CaseStrategy:
+    """Return the strategy of cases that lie between a case and the plainest: each level is its own or the plainest."""
+    return _of_any([space([_between(case)])], engine)
+
+
+def _between(case: Case) -> Box:
+    return {name: frozenset({level, FACTORS[name].levels[0]}) for name, level in row(case).items() if level is not None}
+
+
+def _of_any(spaces: Sequence[Space], engine: str) -> CaseStrategy:
+    possible = [found for found in spaces if found.allowed.size]
+    return st.one_of([_cases(found, engine) for found in possible]) if possible else st.nothing()
+
+
+@functools.lru_cache(4096)  # a strategy is checked whenever it is new
+def _one_of(options: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    return st.sampled_from(options)
+
 
 @st.composite
-def cases(draw: st.DrawFn, layouts: Sequence[str] = tuple(LAYOUTS), dtypes: Sequence[str] = ("bf16", "fp16")) -> Case:
-    """Draw a valid case.
+def _cases(draw: st.DrawFn, within: Space, engine: str) -> Case:
+    """Draw a valid case, level by level: each is one that some valid case with those before it has."""
 
-    Sizes are drawn independently from sets that overlap in 1 and 3 alone, so that most are pairwise different and some
-    are deliberately equal (h == s, b == 3, h == 3, s == 1).
-    """
-    layout = LAYOUTS[draw(st.sampled_from(layouts))]
-    batch_size = draw(st.sampled_from(BATCHES))
-    num_gqa_groups = draw(st.sampled_from(GROUPS))
-    num_heads = num_gqa_groups * (1 if layout.parts == 1 else draw(st.sampled_from(HEADS_PER_GROUP)))
-    max_seqlen_q = draw(st.sampled_from(TOKENS))
-    page_size = draw(st.sampled_from(PAGE_SIZES)) if layout.paged else None
-    if page_size is not None:
-        max_seqlen_kv = page_size * draw(st.sampled_from(PAGES))
-    else:
-        max_seqlen_kv = max_seqlen_q if layout.parts == 1 else draw(st.sampled_from(TOKENS))
-    head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
-    head_dim_v = head_dim_qk if layout.parts < 3 else draw(st.sampled_from((head_dim_qk, *HEAD_DIMS)))
-    ragged = layout.thd or layout.paged  # these need the lengths that a padding mask gives
-    mask = draw(st.sampled_from([name for name in MASKS if padding(name) or not ragged]))
-    windowed = draw(_seldom(4))
-    left = draw(st.sampled_from((0, 1, 4, 13))) if windowed else -1
-    right = 0 if causal(mask) else draw(st.sampled_from((0, 2, 7))) if windowed else -1
-    alibi = ("alibi",) if causal(mask) else ()
-    bias_types = ("no_bias",) if layout.paged else ("no_bias", "no_bias", "post_scale_bias", *alibi)
-    attn_bias_type = draw(st.sampled_from(bias_types))
-    bias_shape = draw(st.sampled_from(BIAS_SHAPES)) if attn_bias_type == "post_scale_bias" else "1hss"
-    softmax_type = draw(st.sampled_from(("vanilla", *SOFTMAX_TYPES)))
-    is_training = not layout.paged and not draw(_seldom(8))
-    groups = {1: (("q", "k", "v"),), 2: (("q",), ("k", "v")), 3: (("q",), ("k",), ("v",))}[layout.parts]
-    optional = [("attn_bias",)] * (attn_bias_type == "post_scale_bias") + [("softmax_offset",)] * (
-        softmax_type == "learnable"
-    )
-    frozen = {group for group in (*groups, *optional) if layout.paged or draw(_seldom(6))}  # paged: forward only
-    return Case(
-        qkv_layout=layout.name,
-        dtype=draw(st.sampled_from(dtypes)),
-        batch_size=batch_size,
-        num_heads=num_heads,
-        num_gqa_groups=num_gqa_groups,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        head_dim_qk=head_dim_qk,
-        head_dim_v=head_dim_v,
-        attn_mask_type=mask,
-        window_size=(left, right),
-        bottom_right_diagonal=draw(st.sampled_from((None, False, True))),
-        attn_bias_type=attn_bias_type,
-        bias_shape=bias_shape,
-        softmax_type=softmax_type,
-        dropout_p=draw(st.sampled_from(DROPOUTS)) if is_training else 0.0,
-        attn_scale=draw(st.sampled_from(SCALES)),
-        is_training=is_training,
-        deterministic=draw(st.booleans()),
-        fast_zero_fill=draw(st.sampled_from((True, False))),
-        return_max_logit=draw(_seldom(8)),
-        generator=draw(st.sampled_from(("default", "own"))),
-        pad_between_seqs=layout.thd and draw(st.sampled_from((False, True, True))),
-        page_size=page_size,
-        requires_grad=tuple(name for group in (*groups, *optional) if group not in frozen for name in group),
-        output_grad=draw(st.sampled_from(OUTPUT_GRADIENTS)),
-        layer_number=draw(st.sampled_from((1, 7))),
-        seed=draw(st.integers(0, 2**31 - 1)),
-    )
+    def choose(options: Sequence[Any]) -> Any:
+        return draw(_one_of(tuple(options))) if len(options) > 1 else options[0]
 
-
-def _seldom(times: int) -> st.SearchStrategy[bool]:
-    """Draw True about once in so many times."""
-    return st.sampled_from((False,) * (times - 1) + (True,))
+    products = within.start()
+    levels: dict[str, str] = {}
+    for name, factor in FACTORS.items():
+        possible = within.open(products)[numbers(name)]
+        options = [
+            level
+            for level, fits in zip(factor.levels, possible, strict=True)
+            for _ in range(OFTEN.get(name, {}).get(level, 1))
+            if fits
+        ]
+        levels[name] = choose(options)
+        products = within.choose(products, level_number(name, levels[name]))
+    return Case(**fields_of(levels, choose, engine), seed=draw(st.integers(0, 2**31 - 1)))
 
 
 def _settings(count: int, *phases: Phase) -> hypothesis.settings:
@@ -119,6 +109,8 @@ def _settings(count: int, *phases: Phase) -> hypothesis.settings:
 def draw_cases(strategy: CaseStrategy, count: int, seed: int) -> list[Case]:
     """Return up to ``count`` distinct cases; the same arguments give the same cases."""
     found: dict[str, Case] = {}
+    if strategy.is_empty:
+        return []
 
     @hypothesis.seed(seed)
     @_settings(count, Phase.generate)
@@ -141,19 +133,21 @@ def smallest(
     failing: Case,
     fails: Callable[[Case], bool],
     *,
+    drawn: bool = True,
     runs: int = 200,
     seconds: float = 30.0,
 ) -> Case:
-    """Return the smallest case found that ``fails``, starting from one that ``draw_cases`` drew and that does.
+    """Return the smallest case found that ``fails``, starting from one that does.
 
-    Hypothesis shrinks only what it drew itself, so the draw is repeated: nothing fails until the known case comes up.
-    ``fails`` is called at most ``runs`` times and for about ``seconds``; after that nothing new fails, which ends the
-    search. At worst the case given comes back.
+    Hypothesis shrinks only what it drew itself. Where ``drawn``, by ``draw_cases`` with the same arguments, the draw is
+    repeated: nothing fails until the known case comes up. Else one that fails is looked for among what is drawn, so
+    the strategy should be ``cases_between`` the failing case and the plainest. ``fails`` is called at most ``runs``
+    times and for about ``seconds``; after that nothing new fails. At worst the case given comes back.
     """
     best = failing
     known = {failing.id: True}
     stop = time.monotonic() + seconds
-    found = False
+    found = not drawn
 
     def check(case: Case) -> bool:
         if case.id not in known:

@@ -721,9 +721,7 @@ def _fused_attn_backward_impl(bwd_args: FusedAttnBwdArgs):
                 want_fp8 = bwd_args.is_input_fp8 and not bwd_args.bf16_backward
                 have_fp8 = isinstance(dq, QuantizedTensorStorage)
                 if have_fp8 and not want_fp8:
-                    dq, dk, dv = combine_and_dequantize(
-                        bwd_args.dqkv_layout, dq, dk, dv, src_nominal_dtype=dq.dtype
-                    )
+                    dq, dk, dv = combine_and_dequantize(bwd_args.dqkv_layout, dq, dk, dv, src_nominal_dtype=dq.dtype)
                 if want_fp8 and not have_fp8:
                     dq, dk, dv, _, _ = combine_and_quantize(bwd_args.dqkv_layout, dq, dk, dv, bwd_args.dQKV_quantizer)
                 print_quantizers("FusedAttnFunc.backward >> after:  ", bwd_args.layer_number, *quantizers)

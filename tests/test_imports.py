@@ -52,22 +52,28 @@ def part(module: str) -> str:
 # part: the parts that it may import, types left out; a part may import itself
 MAY_IMPORT: dict[str, set[str]] = {
     "layouts": set(),
+    "constraints": {"layouts"},
     "case": {"layouts"},
-    "lanes": {"case"},
-    "inputs": {"case"},
-    "engines": {"case", "inputs", "layouts"},
+    "space": {"case", "constraints", "layouts"},
+    "lanes": {"case", "layouts", "space"},
+    "covering": {"space"},
+    "ledger": {"case", "covering", "judge", "lanes", "space"},
+    "quantized": set(),
+    "inputs": {"case", "quantized"},
+    "engines": {"case", "constraints", "inputs", "layouts"},
     "subjects": {"case", "engines"},
-    "strategies": {"case", "layouts"},
-    "observe": {"case", "inputs", "engines", "subjects"},
+    "strategies": {"case", "covering", "lanes", "space"},
+    "regressions": {"case"},
+    "observe": {"case", "inputs", "engines", "quantized", "subjects"},
     "compare": {"observe"},
     "judge": {"compare", "observe"},
-    "execute": {"case", "inputs", "engines", "subjects", "observe", "compare", "judge", "lanes", "layouts",
-                "strategies"},
-    "report": {"case", "judge", "lanes", "layouts", "execute"},
-    "doctor": {"case", "engines", "layouts"},
+    "execute": {"case", "inputs", "engines", "subjects", "observe", "compare", "covering", "judge", "lanes", "layouts",
+                "ledger", "space", "strategies"},
+    "report": {"case", "judge", "lanes", "layouts", "ledger", "execute"},
+    "doctor": {"case", "engines", "lanes", "layouts", "space"},
     "replay": {"case", "execute", "subjects"},
-    "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "lanes", "layouts", "replay",
-            "report", "subjects"},
+    "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "lanes", "layouts", "ledger", "regressions",
+            "replay", "report", "space", "subjects"},
     "harness": set(),
 }  # fmt: skip
 
@@ -101,10 +107,18 @@ def test_the_table_of_layers_is_complete_and_has_no_cycle() -> None:
 
 @pytest.mark.parametrize(
     "module", ["harness.case", "harness.compare", "harness.judge", "harness.report", "harness.cli", "harness.replay",
-               "harness.doctor", "harness.lanes", "harness.layouts", "harness.subjects.source"]
+               "harness.doctor", "harness.lanes", "harness.layouts", "harness.subjects.source", "harness.space",
+               "harness.constraints", "harness.regressions"]
 )  # fmt: skip
 def test_what_must_start_at_once_is_imported_without_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({HEAVY!r} & sys.modules.keys()))".replace(repr(HEAVY), f"set({HEAVY})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("module", ["harness.covering", "harness.ledger", "harness.report.coverage"])
+def test_coverage_is_counted_without_torch_and_without_hypothesis(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'hypothesis'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -8,10 +8,13 @@ import math
 import pytest
 import torch
 
-from harness.case import BIAS_SHAPES, DIFFERENTIABLE, OUTPUT_GRADIENTS, Case
+from harness.case import BIAS_SHAPES, DIFFERENTIABLE, FP8_RECIPES, OUTPUT_GRADIENTS, Case
+from harness.engines.api import get_engine
 from harness.inputs import (
     DTYPES,
+    FP8_PADDING_POISON,
     PADDING_POISON,
+    RED_ZONE_BYTE,
     RED_ZONE_BYTES,
     RED_ZONE_INTEGER,
     SPARE_PAGES,
@@ -23,10 +26,12 @@ from harness.inputs import (
     geometry,
 )
 from harness.layouts import LAYOUTS
+from harness.quantized import fp8_dtype, parts
 
 DENSE = [name for name, layout in LAYOUTS.items() if not layout.thd and not layout.paged]
 RAGGED = [name for name, layout in LAYOUTS.items() if layout.thd]
 PAGED = [name for name, layout in LAYOUTS.items() if layout.paged]
+PLAIN_GRADIENTS = [kind for kind in OUTPUT_GRADIENTS if kind != "quantized"]
 B, SQ, SKV, H, HG, D, DV = 3, 7, 11, 4, 2, 8, 16
 
 
@@ -226,7 +231,7 @@ def test_two_fresh_sets_share_bits_and_no_memory() -> None:
 
 
 @pytest.mark.parametrize("layout", ["sbh3d", "sbhd_sb2hd", "sbhd_sbhd_sbhd"])
-@pytest.mark.parametrize("output_grad", OUTPUT_GRADIENTS)
+@pytest.mark.parametrize("output_grad", PLAIN_GRADIENTS)
 def test_changes_names_exactly_the_buffer_that_was_written(layout: str, output_grad: str) -> None:
     inputs = build(case_of(layout, output_grad=output_grad, **FULL))
     assert set(inputs.changes(inputs.fresh()).values()) == {"unchanged"}
@@ -265,7 +270,7 @@ def test_another_nan_in_a_red_zone_is_a_write() -> None:
 
 
 def test_an_output_gradient_is_never_uniform_and_has_the_same_values_however_it_lies() -> None:
-    drawn = {kind: build(case_of("sbhd_sbhd_sbhd", output_grad=kind)).fresh().output_grad for kind in OUTPUT_GRADIENTS}
+    drawn = {kind: build(case_of("sbhd_sbhd_sbhd", output_grad=kind)).fresh().output_grad for kind in PLAIN_GRADIENTS}
     shape = (SQ, B, H, DV)
     assert {tuple(gradient.shape) for gradient in drawn.values()} == {shape}
     assert torch.equal(drawn["contiguous"], drawn["transposed"])
@@ -582,3 +587,150 @@ def test_only_a_paged_case_has_page_tables() -> None:
     for layout in (*DENSE, *(name for name in RAGGED if not LAYOUTS[name].paged)):
         case = case_of(layout, attn_mask_type="padding")
         assert not any(name.startswith("page_table") for name in build(case).fresh().tensors)
+
+
+# ------------------------------------------------------------------ FP8
+
+ENGINE = get_engine("reference")
+RECIPES = [name for name in FP8_RECIPES if name != "none"]
+
+
+def fp8_case(layout: str = "bshd_bshd_bshd", recipe: str = "delayed", **changes: object) -> Case:
+    """Return an FP8 case; of whole blocks, so that every recipe takes it."""
+    sizes: dict[str, object] = {
+        "max_seqlen_q": 128, "max_seqlen_kv": 128, "head_dim_qk": 32, "head_dim_v": 32, "dtype": "bf16", "seed": 3,
+    }  # fmt: skip
+    return case_of(layout, **(sizes | {"fp8_recipe": recipe} | changes))
+
+
+def test_an_fp8_case_needs_an_engine_to_make_its_quantizers() -> None:
+    with pytest.raises(ValueError, match="fp8_recipe=delayed: the inputs need an engine"):
+        build(fp8_case()).fresh()
+
+
+def test_a_case_without_fp8_has_neither_quantizers_nor_a_recipe() -> None:
+    live = build(case_of("sbh3d")).fresh(engine=ENGINE)
+    assert live.quantizers is None
+    assert live.fp8_meta is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_fp8_case_has_fresh_quantizers_every_time_unless_they_are_given(recipe: str) -> None:
+    inputs = build(fp8_case(recipe=recipe))
+    one, other = inputs.fresh(engine=ENGINE), inputs.fresh(engine=ENGINE)
+    assert one.quantizers is not None
+    assert other.quantizers is not None
+    assert not {*map(id, one.quantizers.named().values())} & {*map(id, other.quantizers.named().values())}
+    assert inputs.fresh(engine=ENGINE, quantizers=one.quantizers).quantizers is one.quantizers
+
+
+def test_the_recipe_comes_with_the_call_but_where_only_the_one_in_force_is_to_tell() -> None:
+    for scenario, keys in (("plain", {"recipe", "local_recipes"}), ("recipe_changed", {"recipe"})):
+        live = build(fp8_case(recipe="mxfp8", scenario=scenario)).fresh(engine=ENGINE)
+        assert live.fp8_meta is not None
+        assert set(live.fp8_meta) == keys
+        assert live.fp8_meta["recipe"].mxfp8()
+        assert live.changes_of_meta() == "unchanged"
+        live.fp8_meta["more"] = 1
+        assert live.changes_of_meta() == "changed"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mask", ["no_mask", "padding"])
+def test_no_given_value_saturates_and_real_ones_keep_their_precision(recipe: str, mask: str) -> None:
+    case = fp8_case(recipe=recipe, attn_mask_type=mask, fp8_input=True)
+    inputs = build(case)
+    live = inputs.fresh(engine=ENGINE)
+    longest = max(float(inputs.masters[name].inner().abs().max()) for name in "qkv")
+    assert (longest == FP8_PADDING_POISON) == (mask == "padding")
+    for name in "qkv":
+        given = inputs.masters[name].inner().float()
+        kept = live.tensors[name].detach().dequantize().float()
+        assert torch.equal(kept[given.abs() == FP8_PADDING_POISON], given[given.abs() == FP8_PADDING_POISON])
+        error = (kept - given).abs()
+        assert bool((error <= given.abs() / 16 + 2.0**-9).all())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "hybrid"])
+@pytest.mark.parametrize("layout", ["sbhd_sbhd_sbhd", "bshd_bshd_bshd", "sb3hd", "bshd_bs2hd"])
+def test_quantized_inputs_share_bytes_and_scale_and_are_leaves_part_by_part(layout: str, recipe: str) -> None:
+    asked = ("q", "k", "v") if LAYOUTS[layout].parts == 1 else ("q",)
+    live = build(fp8_case(layout, recipe, fp8_input=True, requires_grad=asked)).fresh(engine=ENGINE)
+    held = [parts(live.tensors[name]) for name in "qkv"]
+    for what in ("data", "scale_inv"):
+        assert len({part[what].untyped_storage().data_ptr() for part in held}) == 1
+    assert list(live.leaves) == ["q", "k", "v"]
+    assert all(leaf.is_leaf and leaf.requires_grad == (name in asked) for name, leaf in live.leaves.items())
+    assert {name for name in live.tensors if name.startswith("packed")} == set()
+    assert {"qkv.data", "qkv.scale_inv"} <= set(live.buffers)
+    assert not {"q", "k", "v", "kv", "qkv"} & set(live.buffers)
+
+
+def test_quantized_inputs_of_blocks_have_parts_of_their_own() -> None:
+    live = build(fp8_case(recipe="mxfp8", fp8_input=True)).fresh(engine=ENGINE)
+    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    assert {f"{tensor}.{name}" for tensor in "qkv" for name in names} <= set(live.buffers)
+
+
+QUANTIZED = [(recipe, "bshd_bshd_bshd") for recipe in RECIPES] + [("delayed", "sb3hd"), ("current", "bshd_bs2hd")]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), QUANTIZED)
+def test_a_write_to_any_part_of_a_quantized_tensor_or_its_red_zones_shows(recipe: str, layout: str) -> None:
+    gradient = "contiguous" if recipe == "mxfp8" else "quantized"
+    inputs = build(fp8_case(layout, recipe, fp8_input=True, output_grad=gradient))
+    names = [name for name in inputs.fresh(engine=ENGINE).buffers if "." in name]
+    assert any(name.startswith("q") for name in names)
+    assert any(name.startswith("output_grad") for name in names) == (gradient == "quantized")
+    for name in names:
+        for place, word in ((0, "written"), (-1, "red zone written")):
+            live = inputs.fresh(engine=ENGINE)
+            assert set(inputs.changes(live).values()) == {"unchanged"}
+            buffer = live.buffers[name]
+            buffer.flat.view(torch.uint8)[buffer.margin * buffer.flat.element_size() + place] ^= 1
+            changes = inputs.changes(live)
+            assert changes.pop(name) == word
+            assert set(changes.values()) == {"unchanged"}
+
+
+def test_bytes_in_a_red_zone_are_nan_in_either_format() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert bool(torch.tensor([RED_ZONE_BYTE], dtype=torch.uint8).view(dtype).float().isnan())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "hybrid"])
+def test_a_quantized_output_gradient_is_in_the_backward_format_with_a_scale_of_its_own(recipe: str) -> None:
+    live = build(fp8_case(recipe=recipe, output_grad="quantized")).fresh(engine=ENGINE)
+    plain_ = build(fp8_case(recipe=recipe)).fresh(engine=ENGINE).output_grad
+    assert fp8_dtype(live.output_grad) == "E5M2"
+    assert live.output_grad.shape == plain_.shape
+    assert live.output_grad.dtype == plain_.dtype
+    assert live.quantizers is not None
+    if recipe == "delayed":
+        own = 1 / float(parts(live.output_grad)["scale_inv"])
+        assert own not in [float(item.scale) for item in live.quantizers.named().values()]
+    assert bool(((live.output_grad.dequantize() - plain_).abs() <= plain_.abs() / 8 + 2.0**-12).all())
+
+
+@pytest.mark.parametrize("layout", ["sbh3d", "sbhd_sb2hd", "t3hd", "thd_th2d"])
+def test_a_packed_buffer_is_left_out_where_the_case_says_so_and_its_views_stay_views(layout: str) -> None:
+    row = LAYOUTS[layout]
+    mask = "padding" if row.thd else "no_mask"
+    given, left_out = (
+        build(case_of(layout, attn_mask_type=mask, packed_given=flag)).fresh().tensors for flag in (True, False)
+    )
+    assert set(given) - set(left_out) == {"packed_qkv" if row.parts == 1 else "packed_kv"}
+    assert left_out["k"].untyped_storage().data_ptr() == left_out["v"].untyped_storage().data_ptr()
+
+
+def test_what_the_caller_itself_edits_is_no_write_and_leaves_the_next_set_alone() -> None:
+    inputs = build(case_of("sbh3d", **FULL))
+    live = inputs.fresh()
+    before = live.tensors["q"]._version
+    live.edit("qkv", lambda tensor: tensor.mul_(0.5))
+    assert live.tensors["q"]._version > before
+    assert set(inputs.changes(live).values()) == {"unchanged"}
+    fresh = inputs.fresh()
+    assert torch.equal(fresh.tensors["q"] * 0.5, live.tensors["q"])
+    live.tensors["q"].data[0, 0, 0, 0] += 1
+    assert inputs.changes(live)["qkv"] == "written"

@@ -13,20 +13,24 @@ from harness.strategies import cases, draw_cases
 
 @functools.cache
 def drawn() -> list[Case]:
-    return draw_cases(cases(dtypes=("bf16", "fp16", "fp32")), 300, seed=0)
+    return draw_cases(cases(dtypes=("bf16", "fp16", "fp32")), 700, seed=0)
+
+
+FP8 = {"fp8_recipe": "delayed"}
+THD = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding"}
 
 
 # one case per lane that is in it, and one that differs in that alone and is not
 EXAMPLES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "dense F16": ({"qkv_layout": "sbhd_bshd_bshd"}, {"qkv_layout": "sbhd_bshd_bshd", "dtype": "fp32"}),
-    "packed F16": ({"qkv_layout": "sbhd_sb2hd", "dtype": "fp16"}, {"qkv_layout": "sbhd_sb2hd", "dtype": "fp32"}),
-    "THD": ({"qkv_layout": "thd_bshd_bshd"}, {"qkv_layout": "bshd_bshd_bshd"}),
-    "THD with gaps": (
+    "dense-f16": ({"qkv_layout": "sbhd_bshd_bshd"}, {"qkv_layout": "sbhd_bshd_bshd", "dtype": "fp32"}),
+    "packed-f16": ({"qkv_layout": "sbhd_sb2hd", "dtype": "fp16"}, {"qkv_layout": "sbhd_sb2hd", "dtype": "fp32"}),
+    "thd": ({"qkv_layout": "thd_bshd_bshd"}, {"qkv_layout": "bshd_bshd_bshd"}),
+    "thd-gaps": (
         {"qkv_layout": "thd_bshd_bshd", "pad_between_seqs": True},
         {"qkv_layout": "thd_bshd_bshd", "pad_between_seqs": False},
     ),
     "paged": ({"qkv_layout": "paged_kv_bshd_bshd_bshd", "page_size": 16}, {"qkv_layout": "bshd_bshd_bshd"}),
-    "FP32": ({"dtype": "fp32"}, {"dtype": "fp16"}),
+    "fp32": ({"dtype": "fp32"}, {"dtype": "fp16"}),
     "padding": (
         {"attn_mask_type": "padding_causal_bottom_right", "window_size": (-1, 0)},
         {"attn_mask_type": "causal_bottom_right", "window_size": (-1, 0)},
@@ -37,16 +41,39 @@ EXAMPLES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"attn_mask_type": "causal", "window_size": (-1, 0)},
     ),
     "bias": ({"attn_bias_type": "post_scale_bias"}, {"attn_bias_type": "alibi"}),
-    "ALiBi": ({"attn_bias_type": "alibi"}, {"attn_bias_type": "post_scale_bias"}),
-    "softmax offset": ({"softmax_type": "off-by-one"}, {"softmax_type": "vanilla"}),
+    "alibi": ({"attn_bias_type": "alibi"}, {"attn_bias_type": "post_scale_bias"}),
+    "softmax-offset": ({"softmax_type": "off-by-one"}, {"softmax_type": "vanilla"}),
     "dropout": ({"dropout_p": 0.1}, {"dropout_p": 0.0}),
-    "GQA": ({"num_gqa_groups": 2}, {"num_gqa_groups": 4}),
-    "MLA": ({"head_dim_v": 16}, {"head_dim_v": 8}),
-    "cross attention": ({"max_seqlen_kv": 24}, {"max_seqlen_kv": 16}),
-    "max logit": ({"return_max_logit": True}, {"return_max_logit": False}),
+    "gqa": ({"num_gqa_groups": 2}, {"num_gqa_groups": 4}),
+    "mla": ({"head_dim_v": 16}, {"head_dim_v": 8}),
+    "cross-attention": ({"max_seqlen_kv": 24}, {"max_seqlen_kv": 16}),
+    "max-logit": ({"return_max_logit": True}, {"return_max_logit": False}),
     "inference": ({"is_training": False}, {"is_training": True}),
-    "partial gradients": ({"requires_grad": ("q", "v")}, {"requires_grad": ("q", "k", "v")}),
-    "strided output gradient": ({"output_grad": "sliced"}, {"output_grad": "contiguous"}),
+    "partial-gradients": ({"requires_grad": ("q", "v")}, {"requires_grad": ("q", "k", "v")}),
+    "strided-output-gradient": ({"output_grad": "sliced"}, {"output_grad": "contiguous"}),
+    "plain": ({"dtype": "fp32"}, FP8),
+    "fp8-delayed": (FP8, {"fp8_recipe": "hybrid"}),
+    "fp8-current": ({"fp8_recipe": "current"}, {"fp8_recipe": "hybrid"}),
+    "mxfp8": ({"fp8_recipe": "mxfp8"}, {"fp8_recipe": "current"}),
+    "fp8-hybrid": ({"fp8_recipe": "hybrid"}, {"fp8_recipe": "current"}),
+    "fp8-f16-backward": ({**FP8, "fp8_dpa_bwd": False}, FP8),
+    "fp8-input": ({**FP8, "fp8_input": True}, FP8),
+    "fp8-output": ({**FP8, "fp8_output": True}, FP8),
+    "checkpoint": ({"scenario": "checkpoint_reentrant"}, {"scenario": "hooks_copy"}),
+    "saved-tensor-hooks": ({"scenario": "hooks_strided"}, {"scenario": "checkpoint"}),
+    "offload": ({"scenario": "offload"}, {"scenario": "offload_v1"}),
+    "offload-v1": ({"scenario": "offload_v1"}, {"scenario": "offload"}),
+    "fav2-backward": ({**THD, "scenario": "fav2_backward"}, THD),
+    "graph-capture": ({"scenario": "graph_capture"}, {}),
+    "two-graphs": ({"scenario": "two_graphs"}, {"scenario": "second_backward"}),
+    "changed-between": ({"scenario": "cu_seqlens_changed"}, {"scenario": "inplace_edit"}),
+    "in-place-edit": ({"scenario": "inplace_edit"}, {"scenario": "scale_changed", **FP8}),
+    "second-backward": ({"scenario": "second_backward"}, {"scenario": "two_graphs"}),
+    "memory": ({"scenario": "output_deleted"}, {"scenario": "no_grad"}),
+    "no-grad": ({"scenario": "no_grad"}, {"scenario": "output_deleted"}),
+    "train-eval": ({"scenario": "alternating"}, {}),
+    "nvtx": ({"scenario": "nvtx"}, {"scenario": "debug_prints"}),
+    "debug-prints": ({"scenario": "debug_prints"}, {"scenario": "nvtx"}),
 }
 
 
@@ -65,5 +92,5 @@ def test_a_lane_holds_just_what_its_name_says(lane: str) -> None:
 
 
 def test_every_case_belongs_to_a_lane_that_says_what_its_numbers_are() -> None:
-    kinds = {"dense F16", "packed F16", "THD", "paged", "FP32"}
+    kinds = {"dense-f16", "packed-f16", "thd", "paged", "fp32", "fp8-delayed", "fp8-current", "mxfp8", "fp8-hybrid"}
     assert all(kinds & set(lanes_of(case)) for case in drawn())

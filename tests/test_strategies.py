@@ -8,57 +8,36 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 
-from harness.case import BIAS_SHAPES, DTYPES, GENERATORS, MASKS, OUTPUT_GRADIENTS, SOFTMAX_TYPES, Case, padding
+from harness.case import BIAS_SHAPES, DTYPES, MASKS, Case, padding
 from harness.engines.api import get_engine
 from harness.layouts import LAYOUTS
-from harness.strategies import BATCHES, GROUPS, HEAD_DIMS, PAGE_SIZES, PAGES, TOKENS, cases, draw_cases, smallest
+from harness.space import DROPOUTS, FACTORS, LAYERS, SCALES, row
+from harness.strategies import cases, cases_between, draw_cases, smallest
 
 
 @functools.cache
 def drawn() -> list[Case]:
-    return draw_cases(cases(dtypes=DTYPES), 700, seed=0)
+    return draw_cases(cases(dtypes=DTYPES), 1000, seed=0)
 
 
-PAGED_TOKENS = {size * pages for size in PAGE_SIZES for pages in PAGES}
+NOT_DRAWN = {"bias": {"pre_scale_bias"}}  # no kernel takes it
 REACHED: dict[str, set[object]] = {
-    "qkv_layout": set(LAYOUTS),
-    "dtype": set(DTYPES),
-    "batch_size": set(BATCHES),
-    "num_gqa_groups": set(GROUPS),
-    "max_seqlen_q": set(TOKENS),
-    "max_seqlen_kv": {*TOKENS, *PAGED_TOKENS},
-    "head_dim_qk": set(HEAD_DIMS),
-    "head_dim_v": set(HEAD_DIMS),
-    "attn_mask_type": set(MASKS),
-    "bottom_right_diagonal": {None, False, True},
-    "attn_bias_type": {"no_bias", "post_scale_bias", "alibi"},  # no kernel takes pre_scale_bias
+    "dropout_p": {0.0, *DROPOUTS},
+    "attn_scale": {None, *SCALES},
+    "layer_number": set(LAYERS),
     "bias_shape": set(BIAS_SHAPES),
-    "softmax_type": set(SOFTMAX_TYPES),
-    "is_training": {True, False},
-    "deterministic": {True, False},
-    "fast_zero_fill": {True, False},
-    "return_max_logit": {True, False},
-    "generator": set(GENERATORS),
-    "pad_between_seqs": {False, True},
-    "page_size": {None, *PAGE_SIZES},
-    "output_grad": set(OUTPUT_GRADIENTS),
-    "dropout_p": {0.0, 0.1, 0.5},
-    "attn_scale": {None, 0.5, 0.07},
-    "layer_number": {1, 7},
 }
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_every_level_is_drawn_and_no_other(factor: str) -> None:
+    wanted = set(FACTORS[factor].levels) - NOT_DRAWN.get(factor, set())
+    assert {row(case)[factor] for case in drawn()} == wanted
 
 
 @pytest.mark.parametrize("field", REACHED)
 def test_every_value_of_a_field_is_drawn_and_no_other(field: str) -> None:
     assert {getattr(case, field) for case in drawn()} == REACHED[field]
-
-
-def test_keys_of_a_paged_cache_fill_whole_pages_and_others_have_the_lengths_of_queries() -> None:
-    paged = draw_cases(cases(layouts=[name for name, row in LAYOUTS.items() if row.paged]), 400, seed=0)
-    assert {(case.page_size, case.max_seqlen_kv) for case in paged} == {
-        (size, size * pages) for size in PAGE_SIZES for pages in PAGES
-    }
-    assert {case.max_seqlen_kv for case in drawn() if not case.layout.paged} == set(TOKENS)
 
 
 @pytest.mark.parametrize("layout", [name for name, row in LAYOUTS.items() if row.thd])
@@ -74,9 +53,9 @@ def test_ragged_and_paged_layouts_are_drawn_with_every_mask_that_they_can_have()
     assert {case.attn_mask_type for case in free} == set(MASKS)
 
 
-def test_the_reference_engine_takes_everything_that_is_drawn() -> None:
+def test_the_reference_engine_takes_everything_that_is_drawn_but_what_needs_a_gpu() -> None:
     engine = get_engine("reference")
-    assert {engine.unsupported(case) for case in drawn()} == {None}
+    assert {case.scenario for case in drawn() if engine.unsupported(case) is not None} == {"graph_capture"}
 
 
 def test_every_field_varies() -> None:
@@ -163,13 +142,23 @@ def test_the_smallest_case_fails_and_is_not_larger(what: str, seed: int) -> None
     assert size(found) <= size(failing)
 
 
-def test_shrinking_ends_at_the_smallest_sizes_and_with_options_off() -> None:
+def test_shrinking_ends_at_the_plainest_levels_and_the_smallest_sizes_of_them() -> None:
     failing = next(case for case in draw_cases(STRATEGY, 50, 0) if FAULTS["long queries"](case))
     found = smallest(STRATEGY, 50, 0, failing, FAULTS["long queries"], runs=1000, seconds=60)
     assert found.replace(seed=0) == Case(
-        qkv_layout="sbhd_sbhd_sbhd", batch_size=1, num_heads=1, num_gqa_groups=1, max_seqlen_q=16, max_seqlen_kv=1,
+        qkv_layout="sbhd_sbhd_sbhd", batch_size=1, num_heads=1, num_gqa_groups=1, max_seqlen_q=16, max_seqlen_kv=16,
         head_dim_qk=8, head_dim_v=8,
     )  # fmt: skip
+
+
+def test_what_is_drawn_between_a_case_and_the_plainest_has_a_level_of_one_of_them() -> None:
+    case = next(case for case in drawn() if case.fp8 and case.scenario != "plain")
+    between = draw_cases(cases_between(case), 100, 0)
+    assert len(between) > 20
+    own = row(case)
+    for found in map(row, between):
+        assert all(found[name] in (own[name], factor.levels[0]) for name, factor in FACTORS.items())
+    assert any(row(found) != own for found in between)
 
 
 @pytest.mark.parametrize("runs", [0, 1, 5])

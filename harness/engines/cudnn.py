@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness import constraints
 from harness.case import causal
 from harness.engines.api import EngineUnavailable
 
@@ -45,6 +48,20 @@ SEAM_HOMES: dict[str, str] = {
     "get_nvtx_range_context": "transformer_engine.pytorch.utils",
 }
 """Where TransformerEngine keeps each name. Source: the imports of its backends.py, 2.16 to 2.20."""
+
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling",
+           "hybrid": "Float8CurrentScaling"}  # fmt: skip
+FP8_RECIPES_WITHOUT_KERNELS = {
+    "current": "its kernels write O and the gradients in F16, which only sm100 and later have",
+    "mxfp8": "its kernels exist for sm100 and later",
+    "hybrid": "TransformerEngine's selection does not know this mixture of quantizers, so nothing says that a kernel "
+    "takes it",
+}
+SCENARIOS_NOT_BOUND = {
+    "offload": "TransformerEngine's CPU offload is not bound here",
+    "offload_v1": "TransformerEngine's CPU offload is not bound here",
+    "graph_capture": "the capture of CUDA graphs is not bound here",
+}
 
 
 class CudnnEngine:
@@ -99,9 +116,62 @@ class CudnnEngine:
             seam["flash_attn_cuda_bwd"] = None
         return seam
 
-    def seam(self) -> dict[str, object]:
+    def seam(self, *, offload_v1: bool = False) -> dict[str, object]:
         """Return every name of the seam, bound to TransformerEngine's own."""
-        return dict(self._seam)
+        return dict(self._seam) | ({"NVTE_CPU_OFFLOAD_V1": True} if offload_v1 else {})
+
+    def quantizer(self, kind: str, fp8_dtype: str, scale: float = 1.0) -> Any:
+        """Return a fresh quantizer of TransformerEngine's: kind delayed, current or mxfp8; dtype E4M3 or E5M2."""
+        seam: dict[str, Any] = self._seam
+        dtype = getattr(self._tex.DType, f"kFloat8{fp8_dtype}")
+        if kind == "delayed":
+            return seam["Float8Quantizer"](
+                scale=torch.tensor(scale, dtype=torch.float32, device=self.device),
+                amax=torch.zeros(1, dtype=torch.float32, device=self.device),
+                fp8_dtype=dtype,
+            )
+        if kind == "current":
+            return seam["Float8CurrentScalingQuantizer"](fp8_dtype=dtype, device=self.device)
+        return seam["MXFP8Quantizer"](fp8_dtype=dtype)
+
+    def recipe(self, kind: str, fp8_format: str) -> Any:
+        """Return TransformerEngine's recipe of a kind: delayed, current, mxfp8 or hybrid."""
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        return getattr(recipes, RECIPES[kind])(fp8_format=getattr(recipes.Format, fp8_format))
+
+    @contextlib.contextmanager
+    def recipe_in_force(self, recipe: Any) -> Iterator[None]:
+        """Make a recipe the global one inside the block; nothing is enabled, reduced or updated."""
+        manager: Any = self._seam["FP8GlobalStateManager"]
+        state = manager.quantization_state
+        before = state.fp8_recipe
+        state.fp8_recipe = recipe
+        try:
+            yield
+        finally:
+            state.fp8_recipe = before
+
+    @contextlib.contextmanager
+    def during(self, case: Case) -> Iterator[None]:
+        """Switch on what TransformerEngine reads from the environment once: NVTX ranges and debug prints."""
+        utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
+        if case.scenario == "debug_prints":
+            switches = {"_NVTE_DEBUG": 1, "_NVTE_DEBUG_LEVEL": 2, "_print_layer": case.layer_number}
+            before = {name: getattr(self._utils, name) for name in switches}
+            vars(self._utils).update(switches)
+            try:
+                yield
+            finally:
+                vars(self._utils).update(before)
+        elif case.scenario == "nvtx":
+            utils._nvtx_enabled.cache_clear()  # it is asked inside the block, where the harness sets NVTE_NVTX_ENABLED
+            try:
+                yield
+            finally:
+                utils._nvtx_enabled.cache_clear()
+                utils._nvtx_range_messages.clear()
+        else:
+            yield
 
     def generator(self, seed: int) -> torch.Generator:
         """Return a CUDA generator with this seed."""
@@ -126,12 +196,37 @@ class CudnnEngine:
                 f"qkv_layout={case.qkv_layout}: cuDNN reads and writes outside the dense k and v there (measured with "
                 "cuDNN 9.19: NaN from beyond them in O, other tensors overwritten), so no run in this process is safe"
             )
-        backend, message = self._select(case, case.is_training or backward)
-        if int(backend) == int(self._fused.FusedAttnBackend["F16_arbitrary_seqlen"]):
-            return None
-        return message or "TransformerEngine selects no fused attention backend (it gives no reason)"
+        if case.scenario in SCENARIOS_NOT_BOUND:
+            return f"scenario={case.scenario}: {SCENARIOS_NOT_BOUND[case.scenario]}"
+        if case.scenario == "fav2_backward" and self._seam["flash_attn_cuda_bwd"] is None:
+            return "scenario=fav2_backward needs FlashAttention 2 (flash_attn_2_cuda), which is not installed here"
+        training = case.is_training or backward
+        if not case.fp8:
+            return self._refusal(case, training, fp8=False)
+        if case.fp8_recipe in FP8_RECIPES_WITHOUT_KERNELS and self._sm < 100:
+            return f"fp8_recipe={case.fp8_recipe} on sm{self._sm}: {FP8_RECIPES_WITHOUT_KERNELS[case.fp8_recipe]}"
+        refusal = constraints.refusal(case)
+        if refusal is not None:
+            return refusal
+        refusal = self._refusal(case, case.is_training or (backward and case.fp8_dpa_bwd), fp8=True)
+        if refusal is None and backward and not case.fp8_dpa_bwd:
+            refusal = self._refusal(case, training, fp8=False)
+        return refusal
 
-    def _select(self, case: Case, training: bool) -> tuple[Any, str]:
+    @property
+    def _sm(self) -> int:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return major * 10 + minor
+
+    def _refusal(self, case: Case, training: bool, *, fp8: bool) -> str | None:
+        """Return TransformerEngine's refusal of the case in FP8, or in F16, in its own words; None where it runs."""
+        backend, message = self._select(case, training, fp8)
+        if int(backend) == int(self._fused.FusedAttnBackend["FP8" if fp8 else "F16_arbitrary_seqlen"]):
+            return None
+        precision = f"fp8_recipe={case.fp8_recipe}: " if fp8 else ""
+        return precision + (message or "TransformerEngine selects no fused attention backend (it gives no reason)")
+
+    def _select(self, case: Case, training: bool, fp8: bool) -> tuple[Any, str]:
         """Ask TransformerEngine which backend it would select, by the question that its version takes."""
         fused = self._fused
         kinds = {
@@ -140,11 +235,14 @@ class CudnnEngine:
             "attn_mask_type": fused.AttnMaskType[case.attn_mask_type],
             "softmax_type": fused.SoftmaxType[case.softmax_type],
         }
-        dtype = self._constants.TE_DType[{"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]]
+        forward = backward = self._constants.TE_DType[{"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]]
+        if fp8:  # delayed scaling, the only kind that gets this far: every operand and result is quantized
+            forward = self._tex.DType.kFloat8E4M3
+            backward = self._tex.DType.kFloat8E5M2 if case.fp8_format == "HYBRID" else forward
         parameters = getattr(self._utils, "FusedAttentionParams", None)
         if parameters is None:  # up to 2.19: nineteen values, an enum back
             backend = self._tex.get_fused_attn_backend(
-                training, dtype, dtype, *kinds.values(), case.dropout_p, case.num_heads, case.num_gqa_groups,
+                training, forward, forward, *kinds.values(), case.dropout_p, case.num_heads, case.num_gqa_groups,
                 case.max_seqlen_q, case.max_seqlen_kv, case.head_dim_qk, case.head_dim_v, *case.window_size,
                 case.return_max_logit, False, case.deterministic,
             )  # fmt: skip
@@ -173,7 +271,8 @@ class CudnnEngine:
             bottom_right_diagonal=bottom_right(case),
             dropout=case.dropout_p,
             attn_scale=case.attn_scale or case.head_dim_qk**-0.5,
-            **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), dtype),
+            **dict.fromkeys(("qkv_dtype", "o_dtype"), forward),
+            **dict.fromkeys(("do_dtype", "dqkv_dtype"), backward),
             dqkv_layout=kinds["qkv_layout"],
             **kinds,
             o_format=output_format,

@@ -61,6 +61,15 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """What each event must hold, and as what."""
 
+OPTIONAL: dict[str, dict[str, tuple[type, ...]]] = {
+    "start": {"dtypes": (list, type(None))},
+    "case": {"origin": (str, type(None))},
+}
+"""What an event may hold besides; a journal of an earlier version lacks it, and it is read as null.
+
+The origin of a case is ``stored NAME``, ``covering`` or ``explored``; the dtypes are those of the engine.
+"""
+
 SUBJECT_FIELDS = ("spec", "resolved", "sha256")
 DIFFERENCE_FIELDS = ("path", "kind", "control", "candidate", "message", "distance")
 
@@ -176,7 +185,7 @@ def read_journal(place: str | Path) -> list[Event]:
         problem = _problem(event, index, bool(events) and events[-1]["event"] == "end")
         if problem is not None:
             raise JournalError(_bad(path, index, problem))
-        events.append(event)
+        events.append(event | {name: event.get(name) for name in OPTIONAL.get(event["event"], ())})
     if not events:
         raise JournalError(f"the journal {path} is empty: the run was killed before it started; run again")
     return events
@@ -210,9 +219,11 @@ def _problem(event: Any, index: int, ended: bool) -> str | None:
         return f"event='start' comes first and once, and this is event={name!r} at place {index + 1}"
     if ended:
         return f"event={name!r} comes after the end"
-    for field, types in FIELDS[name].items():
-        if field not in event:
+    for field, types in (FIELDS[name] | OPTIONAL.get(name, {})).items():
+        if field not in event and field in FIELDS[name]:
             return f"event={name!r} lacks {field!r}"
+        if field not in event:
+            continue
         value = event[field]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
@@ -231,9 +242,15 @@ def _start_problem(event: Event) -> str | None:
         for field in SUBJECT_FIELDS:
             if not isinstance(event[side].get(field), str):
                 return f"{side} has {field}={event[side].get(field)!r}; it takes a str"
-    layouts = event["asked"].get("layouts")
-    if not isinstance(layouts, list) or not all(isinstance(layout, str) for layout in layouts):
-        return f"asked has layouts={layouts!r:.80}; it takes a list of layout names"
+    asked = event["asked"]
+    for kind, names in (("layouts", asked.get("layouts")), ("lanes", asked.get("lanes", []))):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"asked has {kind}={names!r:.80}; it takes a list of names"
+    strength, least = asked.get("strength", 0), asked.get("min_coverage")
+    if type(strength) is not int or strength not in (0, 2, 3):
+        return f"asked has strength={strength!r:.80}; it takes 0, 2 or 3"
+    if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float))):
+        return f"asked has min_coverage={least!r:.80}; it takes a number or null"
     return None
 
 

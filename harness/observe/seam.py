@@ -1,22 +1,21 @@
 """Watch the seam: every call that a subject makes through it is recorded with all its arguments, by parameter name.
 
 By name, so that a value passed by position, by keyword or by default is the same value. Lists are copied when the call
-is made: a subject may change them afterwards.
+is made: a subject may change them afterwards. What a watched function calls itself is the engine's own affair.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
-from harness.observe.recorder import Recorder, bind
-from harness.observe.values import made_by
+from harness.observe.recorder import Kinds, Recorder, bind
+from harness.observe.values import made_by, path_of_pass
 
 WATCHED = (
     "fused_attn_fwd",
@@ -36,6 +35,8 @@ WATCHED = (
 
 AUX_SLOTS = ("softmax_stats", "rng_state")
 GRADIENT_SLOTS = ("dq", "dk", "dv", "d_bias", "d_softmax_offset")
+QUANTIZE = "quantize"
+"""What a call of a quantizer itself is recorded as, be it ``quantizer(tensor)`` or ``quantizer.quantize(tensor)``."""
 
 
 class WatchedSeam:
@@ -43,10 +44,11 @@ class WatchedSeam:
 
     def __init__(self, seam: Mapping[str, object]) -> None:
         self.recorder: Recorder | None = None
+        self.kinds = Kinds.of(seam)
         # A namespace of its own for each subject: what one patches into it must not reach the other.
         self.names: dict[str, object] = {name: _own(value) for name, value in seam.items()}
-        self._counts: dict[str, int] = {}
-        self._sequence: list[str] = []
+        self._counts: dict[tuple[int, str], int] = {}
+        self._sequences: dict[int, list[str]] = {}
         for name in WATCHED:
             function = self.names.get(name)
             if callable(function):
@@ -54,17 +56,44 @@ class WatchedSeam:
 
     @contextmanager
     def attached(self, recorder: Recorder) -> Iterator[None]:
-        """Record every call made inside the block, and the order of all of them at its end."""
-        self.recorder, self._counts, self._sequence = recorder, {}, []
+        """Record every call made inside the block, and at its end in which order those of each pass were made."""
+        self.recorder, self._counts, self._sequences = recorder, {}, {1: []}
+        try:
+            with ExitStack() as stack:
+                for cls in self.kinds.quantizers if recorder.inputs.case.fp8 else ():
+                    stack.enter_context(self._quantizing(cls))
+                yield
+        finally:
+            self.recorder = None
+            for number, names in sorted(self._sequences.items()):
+                recorder.observation.plain(path_of_pass("calls/sequence", number), names)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Record no call inside the block: what is made in it is known from elsewhere."""
+        recorder, self.recorder = self.recorder, None
         try:
             yield
         finally:
-            self.recorder = None
-            recorder.observation.plain("calls/sequence", self._sequence)
+            self.recorder = recorder
+
+    @contextmanager
+    def _quantizing(self, cls: type) -> Iterator[None]:
+        """Watch the calls of a class's instances. On the class: a call of an object finds its method there alone."""
+        own = {name: vars(cls)[name] for name in ("__call__", QUANTIZE) if name in vars(cls)}
+        for name in ("__call__", QUANTIZE):
+            setattr(cls, name, self._watch(QUANTIZE, getattr(cls, name)))
+        try:
+            yield
+        finally:
+            for name in ("__call__", QUANTIZE):
+                delattr(cls, name)
+            for name, method in own.items():
+                setattr(cls, name, method)
 
     def _watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            signature = inspect.signature(function)
+            signature = SIGNATURES.get(name) or inspect.signature(function)
         except ValueError:  # a compiled function without one: its arguments go by position
             signature = inspect.signature(_anything)
 
@@ -73,19 +102,21 @@ class WatchedSeam:
             recorder = self.recorder
             if recorder is None:
                 return function(*args, **kwargs)
-            index = self._counts.get(name, 0)
-            self._counts[name] = index + 1
-            self._sequence.append(name)
+            index = self._counts.get((recorder.number, name), 0)
+            self._counts[recorder.number, name] = index + 1
+            sequence = self._sequences.setdefault(recorder.number, [])
+            sequence.append(name)
             with recorder.watching():
                 _see_call(recorder, name, index, signature, args, kwargs)
-            result = function(*args, **kwargs)
+            with self.silent():
+                result = function(*args, **kwargs)
             if name == "get_nvtx_range_context":
-                return _WatchedContext(result, self._sequence)
+                return _WatchedContext(result, sequence)
             with recorder.watching():
-                if name == "fused_attn_fwd":
-                    _name_results(recorder, index, result)
-                elif name == "fused_attn_bwd":
-                    _name_gradients(recorder, index, result)
+                for what, tensor in RESULTS.get(name, _no_results)(result):
+                    if recorder.is_tensor(tensor):
+                        valid = recorder.defined_statistics() if what == AUX_SLOTS[0] else None
+                        recorder.name(tensor, made_by(name if index == 0 else f"{name} call {index}", what), valid)
             return result
 
         return watched
@@ -117,6 +148,28 @@ def _anything(*args: Any) -> None:
     """Stand for a function whose signature cannot be read."""
 
 
+def _quantize(quantizer: Any, tensor: Any, **options: Any) -> None:
+    """Stand for the call of a quantizer."""
+
+
+def _flash_attn_bwd(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, dropout_p: Any, softmax_scale: Any,
+    zero_tensors: Any, causal: Any, generator: Any, rng_state: Any,
+) -> None:  # fmt: skip
+    """Stand for FlashAttention 2's backward by the 19 values that the sources pass; it is compiled, without names."""
+
+
+SIGNATURES = {QUANTIZE: inspect.signature(_quantize), "flash_attn_cuda_bwd": inspect.signature(_flash_attn_bwd)}
+"""The signatures of what has none of its own."""
+
+READ_ELSEWHERE = ("print_quantizers",)
+"""Functions whose arguments' insides are left out: it prints those of one direction, and what it prints is recorded."""
+
+UNWRITTEN = {"flash_attn_cuda_bwd": ("dq", "dk", "dv")}
+"""Arguments whose memory is still to be written: what lies there before is nobody's."""
+
+
 def _see_call(
     recorder: Recorder, name: str, index: int, signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
 ) -> None:
@@ -131,6 +184,13 @@ def _see_call(
     arguments = dict(bound.arguments)
     if name == "fused_attn_bwd":
         _see_aux(recorder, index, arguments.pop("aux_ctx_tensors"))
+    for parameter in UNWRITTEN.get(name, ()):
+        item = arguments.pop(parameter)
+        recorder.put(f"{path}/{parameter}", dataclasses.replace(recorder.array(item), data=None))
+    if name in READ_ELSEWHERE:
+        for parameter, item in arguments.items():
+            recorder.put(f"{path}/{parameter}", recorder.value(item))
+        return
     bind(arguments, recorder, path)
 
 
@@ -140,35 +200,52 @@ def _see_aux(recorder: Recorder, index: int, aux: Any) -> None:
     if not isinstance(aux, (list, tuple)):
         recorder.see(path, aux)
         return
-    recorder.observation.plain(f"{path}/length", len(aux))
+    recorder.plain(f"{path}/length", len(aux))
     for slot, item in enumerate(aux):
         recorder.see(f"{path}/{slot}", item)
 
 
-def _name_results(recorder: Recorder, index: int, result: Any) -> None:
-    """Name what the forward kernel made, so that it is known again wherever it turns up."""
+Named = Iterator[tuple[str, Any]]
+
+
+def _no_results(result: Any) -> Named:
+    return iter(())
+
+
+def _forward_results(result: Any) -> Named:
     if not isinstance(result, (list, tuple)) or len(result) < 2:
         return
-    call = _call("fused_attn_fwd", index)
-    if isinstance(result[0], torch.Tensor):
-        recorder.name(result[0], made_by(call, "output"))
-    aux = result[1] if isinstance(result[1], (list, tuple)) else ()
-    for slot, tensor in enumerate(aux):
-        if isinstance(tensor, torch.Tensor):
-            label = AUX_SLOTS[slot] if slot < len(AUX_SLOTS) else f"aux {slot}"
-            recorder.name(tensor, made_by(call, label), recorder.defined_statistics() if slot == 0 else None)
-    for tensor in result[2:]:
-        if isinstance(tensor, torch.Tensor):
-            recorder.name(tensor, made_by(call, "max_logit"))
+    yield "output", result[0]
+    for slot, item in enumerate(result[1] if isinstance(result[1], (list, tuple)) else ()):
+        yield AUX_SLOTS[slot] if slot < len(AUX_SLOTS) else f"aux {slot}", item
+    for item in result[2:]:
+        yield "max_logit", item
 
 
-def _name_gradients(recorder: Recorder, index: int, result: Any) -> None:
-    """Name what the backward kernel made."""
-    if isinstance(result, (list, tuple)):
-        for slot, tensor in zip(GRADIENT_SLOTS, result, strict=False):
-            if isinstance(tensor, torch.Tensor):
-                recorder.name(tensor, made_by(_call("fused_attn_bwd", index), slot))
+def _in_order(*names: str) -> Callable[[Any], Named]:
+    def named(result: Any) -> Named:
+        return zip(names, result if isinstance(result, (list, tuple)) else (), strict=False)
+
+    return named
 
 
-def _call(name: str, index: int) -> str:
-    return name if index == 0 else f"{name} call {index}"
+def _fast_path_results(result: Any) -> Named:
+    first = result[0] if isinstance(result, (list, tuple)) and result else None
+    for index, item in enumerate(first if isinstance(first, (list, tuple)) else ()):
+        yield f"tensor {index}", item
+
+
+def _one_result(result: Any) -> Named:
+    yield "result", result
+
+
+RESULTS: dict[str, Callable[[Any], Named]] = {
+    "fused_attn_fwd": _forward_results,
+    "fused_attn_bwd": _in_order(*GRADIENT_SLOTS),
+    "combine_and_quantize": _in_order("q", "k", "v"),
+    "combine_and_dequantize": _in_order("q", "k", "v"),
+    "mxfp8_quantize_fast_path": _fast_path_results,
+    "flash_attn_cuda_bwd": _in_order(*GRADIENT_SLOTS[:3]),
+    QUANTIZE: _one_result,
+}
+"""What each function makes, so that it is known again wherever it turns up."""

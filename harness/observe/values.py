@@ -56,14 +56,34 @@ def made_by(function: str, what: str) -> str:
     return f"{what} of {function}"
 
 
+def of_pass(text: str, number: int) -> str:
+    """Return what a thing is called in a pass: after the first, the pass's number is part of every name."""
+    return text if number == 1 else f"{text} of pass {number}"
+
+
+def path_of_pass(path: str, number: int) -> str:
+    """Return the path that a pass has for what the first pass has under ``path``."""
+    if number == 1:
+        return path
+    family, _, rest = path.partition("/")
+    return f"{family}/pass {number}" + (f"/{rest}" if rest else "")
+
+
+KERNELS = ("fused_attn_fwd", "fused_attn_bwd", "combine_and_quantize", "combine_and_dequantize")
+"""The seam's functions whose results carry a kernel's noise: equal calls, noisy results."""
+
+
 def is_kernel_result(description: Json) -> bool:
-    """Whether a described value is a tensor that a kernel made, or several such put together, handed on as it is."""
+    """Whether a described value is a tensor that a kernel made, or several such put together, handed on as it is.
+
+    What the seam quantizes or dequantizes counts too: its arguments are recorded, so the noise in it is theirs.
+    """
     meaning = description.get("is") if isinstance(description, dict) else None
     if not isinstance(meaning, str):
         return False
     parts = meaning.partition(", in one buffer")[0].split(" and ")
-    return all(re.fullmatch(r"[a-z0-9_ ]+ of fused_attn_(fwd|bwd)( call \d+)?", part) and not part.startswith("view of")
-               for part in parts)  # fmt: skip
+    made = rf"[a-z0-9_ ]+ of ({'|'.join(KERNELS)})( call \d+)?( of pass \d+)?"
+    return all(re.fullmatch(made, part) and not part.startswith("view of") for part in parts)
 
 
 @dataclass(slots=True)
@@ -95,7 +115,7 @@ class Observation:
         return len(self.values)
 
     def exception(self) -> Mapping[str, Json] | None:
-        """Return stage, type and message of what the subject raised, or None."""
+        """Return stage, type and message of what the subject raised in its first pass, or None."""
         found = {
             name: value.value
             for name in ("stage", "type", "message")

@@ -9,9 +9,12 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.case import SCHEMA, Case
+
+if TYPE_CHECKING:
+    from harness.ledger import State
 
 Results = dict[str, Any]
 
@@ -179,6 +182,61 @@ def not_checked_line(results: Results) -> str:
         elif found:
             parts.append(f"{len(found)} of {results['tables'][slice_]} {slice_}s")
     return visible(f"Not checked: {'; '.join(parts)}.") if parts else ""
+
+
+STATES: dict[State, str] = {"raised": "both sides raised", "refused": "the engine refused", "unreached": "not reached"}
+"""What a combination of levels is called that was not executed; see ``harness.ledger.STATES``."""
+
+
+def percent(share: float) -> str:
+    """Return a part as a percentage, rounded down: only all is 100 %."""
+    return f"{math.floor(share * 1000) / 10:.1f} %"
+
+
+def coverage_line(results: Results) -> str:
+    """Return in one sentence how many combinations of levels were executed, and what was asked for."""
+    found = results["coverage"]
+    least = "" if found["least"] is None else f" ({percent(found['least'])} asked for)"
+    rest = ", ".join(f"{found[state]:,} {words}" for state, words in STATES.items() if found[state])
+    return (
+        f"{found['executed']:,} of {found['valid']:,} valid combinations of {found['strength']} levels were executed, "
+        f"{percent(found['share'])}{least}{': ' + rest if rest else ''}"
+    )
+
+
+def coverage_gaps(results: Results, most: int) -> list[str]:
+    """Return a line for each group of combinations that was not executed, the largest first, at most so many."""
+    gaps = [(state, gap) for state, gaps in results["coverage"]["gaps"].items() for gap in gaps]
+    gaps.sort(key=lambda item: -item[1]["count"])
+    return [gap_line(state, gap) for state, gap in gaps[:most]]
+
+
+def gap_line(state: State, gap: Mapping[str, Any]) -> str:
+    """Return one group of combinations that was not executed, in words, and what became of it."""
+    return f"{STATES[state]}: {gap_words(gap)}"
+
+
+def gap_words(gap: Mapping[str, Any]) -> str:
+    """Return one group of combinations that was not executed, in words."""
+    some = f": {', '.join(gap['some'])}{', …' if gap['count'] > len(gap['some']) else ''}" if gap["some"] else ""
+    reason = f" ({gap['reason']})" if gap["reason"] else ""
+    return f"{gap['what']}, {plural(gap['count'], 'combination')}{some}{reason}"
+
+
+def asked_words(results: Results) -> str:
+    """Return what the run was asked for: how many cases, of which layouts and lanes, at which strength."""
+    asked = results["asked"]
+    parts = [plural(results["cases_asked"], "case")]
+    parts += [f"{kind} {', '.join(asked[kind + 's'])}" for kind in ("layout", "lane") if asked.get(kind + "s")]
+    if asked.get("strength"):
+        parts.append(f"strength {asked['strength']}")
+    return "; ".join(parts)
+
+
+def origin_words(results: Results) -> str:
+    """Return where the cases came from: ``40 stored, 428 of the covering set``; empty where that is not known."""
+    words = {"stored": "stored", "covering": "of the covering set", "explored": "explored"}
+    return ", ".join(f"{number_:,} {words[name]}" for name, number_ in results["origins"].items() if name in words)
 
 
 def engine_line(results: Results) -> str:

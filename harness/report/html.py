@@ -15,9 +15,12 @@ from harness.report.describe import (
     COUNTS,
     VERDICT_SIGNS,
     Results,
+    asked_words,
     changed_fields,
     clip,
     compared,
+    coverage_gaps,
+    coverage_line,
     describe_case,
     describe_value,
     engine_line,
@@ -38,6 +41,7 @@ SMALLEST = 40
 FAMILIES = 200
 IDS = 60
 ERRORS = 40
+GAPS = 40
 VALUE = 1500
 
 
@@ -62,6 +66,9 @@ def render(results: Results, events: Sequence[Mapping[str, Any]] = ()) -> str:
             sign=VERDICT_SIGNS[results["verdict"]],
             counts=COUNTS,
             compared=compared(results["counts"]),
+            coverage=coverage_line(results),
+            gaps=coverage_gaps(results, GAPS),
+            asked=asked_words(results),
             shown_lanes=[row for row in results["lanes"] if row["executed"] or row["unsupported"] or row["error"]],
             failing=cases[:SMALLEST],
             failing_left=max(0, len(cases) - SMALLEST),

@@ -10,7 +10,10 @@ from harness.report.describe import (
     COUNTS,
     VERDICT_SIGNS,
     Results,
+    asked_words,
     clip,
+    coverage_gaps,
+    coverage_line,
     describe_case,
     describe_value,
     engine_line,
@@ -28,6 +31,7 @@ from harness.report.describe import (
 LIMIT = 60_000
 CELL = 300
 SHOWN = 3
+GAPS = 8
 ROWS = 60
 CUT = "\n\n… cut here; report.html and results.json hold the rest.\n"
 
@@ -82,7 +86,7 @@ def _blocks(results: Results) -> Iterable[str]:
     )
     yield f"**Engine: {escape(results['engine'])}.** {escape(engine_line(results), 1000)}"
     yield (
-        f"Seed {results['seed']}, {plural(results['cases_asked'], 'case')} asked for, "
+        f"Seed {results['seed']}, {escape(asked_words(results), 1000)} asked for, "
         f"{show_seconds(results['seconds'])}, harness {escape(results['harness'])}, exit code {results['exit_code']}."
     )
     yield "## Counts"
@@ -91,12 +95,15 @@ def _blocks(results: Results) -> Iterable[str]:
     yield from _failing(results)
     yield from _errors(results)
     yield "## Lanes"
-    yield _counts([(row["name"], row) for row in results["lanes"] if _cases(row)], "lane")
+    yield _counts([(f"{row['name']}: {row['verdict']}", row) for row in results["lanes"] if _cases(row)], "lane")
     if not any(_cases(row) for row in results["lanes"]):
         yield "No case reached a lane."
     if results["unsupported_reasons"]:
         yield "Unsupported, in the engine's words:"
         yield _list(f"{row['count']} × {row['reason']}" for row in results["unsupported_reasons"])
+    yield "## Coverage"
+    yield escape(coverage_line(results), 1000) + "."
+    yield _list(coverage_gaps(results, GAPS))
     yield "## Not checked"
     yield (
         _list(f"{clip(reason, CELL)}: {_slices(slices)}" for reason, slices in not_checked_groups(results))

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.judge import FINDINGS, count, empty_counts, reached, verdict
-from harness.lanes import LANES, NEVER_DRAWN
+from harness.judge import FINDINGS, Coverage, count, empty_counts, reached, verdict
+from harness.lanes import LANES
 from harness.layouts import LAYOUTS
 from harness.report.describe import Results, case_effort, number
 
@@ -39,7 +39,13 @@ class Slice:
 
     def row(self, name: str, engine: str) -> dict[str, Any]:
         """Return the row of results.json."""
-        return {"name": name, "engine": engine, **self.counts, "unsupported_reasons": _reasons(self.unsupported)}
+        return {
+            "name": name,
+            "engine": engine,
+            "verdict": verdict(self.counts, {}).name,
+            **self.counts,
+            "unsupported_reasons": _reasons(self.unsupported),
+        }
 
     def gap(self) -> str | None:
         """Return why nothing was compared here, or None where something was."""
@@ -88,12 +94,21 @@ def summarise(events: Sequence[Mapping[str, Any]], directory: str | Path = ".") 
         for lane in dict.fromkeys(event["lanes"]):
             lanes.setdefault(lane, Slice()).add(event)
 
-    asked = list(dict.fromkeys(start["asked"]["layouts"]))
+    asked = {
+        "layout": list(dict.fromkeys(start["asked"]["layouts"])),
+        "lane": list(dict.fromkeys(start["asked"].get("lanes", ()))),
+    }
     harness_error = end["harness_error"] if end is not None else NOT_ENDED
+    coverage = _coverage(events)
     judged = verdict(
         total.counts,
-        {f"--layout {name}": layouts.get(name, Slice()).counts for name in asked},
+        {
+            f"--{kind} {name}": slices.get(name, Slice()).counts
+            for kind, slices in (("lane", lanes), ("layout", layouts))
+            for name in asked[kind]
+        },
         harness_error,
+        _asked_coverage(coverage),
     )
     drawn = {event["case"]["qkv_layout"] for event in cases}
     seconds = end["seconds"] if end is not None else sum(number(event["seconds"]) for event in cases)
@@ -118,6 +133,8 @@ def summarise(events: Sequence[Mapping[str, Any]], directory: str | Path = ".") 
         "unsupported_reasons": _reasons(total.unsupported),
         "lanes": [slice_.row(name, engine) for name, slice_ in lanes.items()],
         "layouts": [slice_.row(name, engine) for name, slice_ in layouts.items() if name in drawn],
+        "origins": _origins(cases),
+        "coverage": coverage,
         "smallest": _smallest(events, directory),
         "differences": [row for event in cases for row in _differences(event, directory)],
         "intended": _intended(cases),
@@ -127,6 +144,23 @@ def summarise(events: Sequence[Mapping[str, Any]], directory: str | Path = ".") 
         "not_checked": _not_checked(start, len(cases), end is not None, lanes, layouts, asked),
         "tables": {"lane": len(lanes), "layout": len(layouts)},
     }
+
+
+def _coverage(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    from harness.ledger import ledger, summary  # numpy takes its time, and nothing else here needs it
+
+    return {"least": events[0]["asked"].get("min_coverage"), **summary(ledger(events))}
+
+
+def _asked_coverage(coverage: Mapping[str, Any]) -> Coverage | None:
+    if coverage["least"] is None:
+        return None
+    return Coverage(*(coverage[name] for name in ("strength", "executed", "valid", "least")))
+
+
+def _origins(cases: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many cases were stored, of the covering set and explored; an older journal does not say."""
+    return dict(Counter(str(event.get("origin") or "unknown").partition(" ")[0] for event in cases))
 
 
 def _finite(value: Any) -> Any:
@@ -220,7 +254,7 @@ def _not_checked(
     ended: bool,
     lanes: Mapping[str, Slice],
     layouts: Mapping[str, Slice],
-    asked: Sequence[str],
+    asked: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
@@ -232,13 +266,10 @@ def _not_checked(
     if missing > 0:
         what = f"{missing} of the {start['cases_asked']} cases asked for"
         gap("cases", "cases", what, NO_CASE if ended else NOT_ENDED)
-    for name, slice_ in lanes.items():
-        gap("lane", name, f"lane {name}", slice_.gap())
-    for name in dict.fromkeys([*layouts, *asked]):
-        reason = layouts[name].gap() if name in layouts else NO_CASE
-        if reason == NO_CASE and asked and name not in asked:
-            reason = NOT_ASKED
-        gap("layout", name, f"layout {name}", reason)
-    for name in NEVER_DRAWN:
-        gap("branch", name, name, "no case of this version draws it")
+    for kind, slices in (("lane", lanes), ("layout", layouts)):
+        for name in dict.fromkeys([*slices, *asked[kind]]):
+            reason = slices[name].gap() if name in slices else NO_CASE
+            if reason == NO_CASE and asked[kind] and name not in asked[kind]:
+                reason = NOT_ASKED
+            gap(kind, name, f"{kind} {name}", reason)
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,11 @@ from harness.report.describe import (
     COUNTS,
     VERDICT_SIGNS,
     Results,
+    asked_words,
     clip,
     count_words,
+    coverage_gaps,
+    coverage_line,
     describe_case,
     describe_value,
     engine_line,
@@ -27,12 +31,14 @@ from harness.report.describe import (
     headline,
     not_checked_groups,
     one_line,
+    origin_words,
     plural,
     show_seconds,
     visible,
 )
 
 SHOWN = 3
+GAPS = 4
 REASONS = 3
 STYLES = {
     "neutral": "bold green",
@@ -62,6 +68,7 @@ def print_results(results: Results, console: Console) -> None:
         if len(reasons) > REASONS:
             _line(console, f"{plural(len(reasons) - REASONS, 'more reason')} in the reports")
     _failing(results, console)
+    _coverage(results, console)
     _not_checked(results, console)
     if results["noise"]:
         _heading(console, "Noise (the same code disagrees with itself from run to run)")
@@ -88,8 +95,10 @@ def _verdict(results: Results, console: Console) -> None:
     _field(
         console,
         "asked for",
-        f"{plural(results['cases_asked'], 'case')}, seed {results['seed']}, took {show_seconds(results['seconds'])}",
+        clip(f"{asked_words(results)}; seed {results['seed']}, took {show_seconds(results['seconds'])}", 500),
     )
+    if origins := origin_words(results):
+        _field(console, "cases", origins)
     _field(console, "counts", count_words(results["counts"]))
 
 
@@ -138,6 +147,15 @@ def _failing(results: Results, console: Console) -> None:
             _print(console, f"    {visible(row['replay'])}", soft_wrap=True, style="bold")
         if len(results["errors"]) > SHOWN:
             _line(console, f"{len(results['errors']) - SHOWN} more in the reports")
+
+
+def _coverage(results: Results, console: Console) -> None:
+    _heading(console, "Coverage")
+    _line(console, coverage_line(results))
+    for gap in coverage_gaps(results, GAPS):
+        _line(console, clip(gap, 300))
+    if any(results["coverage"]["gaps"].values()):
+        _print(console, f"    harness coverage {visible(shlex.quote(results['run']))}", soft_wrap=True)
 
 
 def _not_checked(results: Results, console: Console) -> None:

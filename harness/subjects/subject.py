@@ -64,6 +64,10 @@ class Convention:
                 raise LoadError(f"{self.bag.__name__ if self.bag else ''} takes {name!r}, which has no default and no "
                                 "meaning to this harness")  # fmt: skip
 
+    def takes(self, name: str) -> bool:
+        """Whether a value of this name has a place in a call: as a parameter, or as a field of the bag."""
+        return name in self.parameters or any(name == known for known, _ in self._fields())
+
     def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the positional arguments for a call with the named values.
 

@@ -75,6 +75,36 @@ def test_a_run_of_no_cases_is_refused(count: int) -> None:
     refused(harness("run", "--cases", count), f"cases={count} is out of range", "a run of none shows nothing")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--strength", 1), "strength=1 is not one of 0, 2, 3"),
+        (("--min-coverage", 0), "min-coverage=0.0 is out of range"),
+        (("--min-coverage", 1.5), "min-coverage=1.5 is out of range"),
+        (("--min-coverage", 0.5, "--strength", 0), "min-coverage=0.5 needs --strength 2 or 3"),
+    ],
+)
+def test_a_coverage_that_cannot_be_reached_is_refused(options: tuple[object, ...], words: str) -> None:
+    refused(harness("run", *options), words)
+
+
+def test_an_unknown_lane_is_refused_with_the_nearest_names() -> None:
+    refused(harness("run", "--lane", "dropuot"), "lane='dropuot' is unknown; did you mean 'dropout'", "`harness lanes`")
+
+
+def test_a_lane_that_no_case_of_a_layout_can_be_of_is_refused_with_the_reason() -> None:
+    refused(
+        harness("run", "--lane", "paged", "--lane", "dropout", "--layout", "sbh3d"),
+        "no case can have --lane paged and --layout sbh3d: ",
+        "Leave one of them out",
+    )
+
+
+def test_a_coverage_of_another_strength_or_of_no_run_is_refused(tmp_path: Path) -> None:
+    refused(harness("coverage", "out", "--strength", 4), "strength=4 is not one of 2, 3")
+    refused(harness("coverage", "out"), "there is no journal out/journal.jsonl; give the folder")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**31])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
     refused(harness("run", "--seed", seed), f"seed={seed} is out of range")
@@ -116,7 +146,7 @@ def test_cudnn_asked_for_by_name_without_a_gpu_is_unverified(tmp_path: Path) -> 
         ({"num_head": 4}, "unknown field 'num_head'; did you mean 'num_heads'"),
         ({"batch_size": -2}, "batch_size=-2 is out of range"),
         ({"batch_size": True}, "batch_size=True has the wrong type"),
-        ({"schema": 2}, "schema=2 is not one that this version reads"),
+        ({"schema": 3}, "schema=3 is not one that this version reads"),
         ({"case": {"num_head": 4}}, "unknown field 'num_head'"),
         ({"case": {}, "control": 5}, "control=5 is no spec"),
         ({"case": {}, "engine": "cudn"}, "engine='cudn' is unknown"),

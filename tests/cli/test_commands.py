@@ -18,9 +18,11 @@ from harness import __version__, cli
 from harness.execute import campaign
 from harness.execute.campaign import Campaign
 from harness.judge import OUTCOMES
+from harness.lanes import LANES
 from harness.layouts import LAYOUTS
-from harness.observe import run_pass
+from harness.observe import results as observed
 from harness.observe.recorder import Recorder
+from harness.regressions import stored_cases
 
 COUNTS = {"executed", "both_raised", *OUTCOMES}
 KEYS = {
@@ -38,7 +40,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ help
 
 
-@pytest.mark.parametrize("arguments", [(), ("run",), ("replay",), ("report",), ("doctor",)])
+@pytest.mark.parametrize("arguments", [(), ("run",), ("replay",), ("report",), ("coverage",), ("lanes",), ("doctor",)])
 def test_help_comes_without_torch(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys\nfrom harness.cli import main\n"
@@ -66,7 +68,7 @@ def test_the_version_is_shown() -> None:
 
 
 def test_a_neutral_run_exits_0_and_leaves_all_files(tmp_path: Path) -> None:
-    result = harness(*RUN, 12, "--out", "out")
+    result = harness(*RUN, 12, "--lane", "packed-f16", "--out", "out")
     assert result.exit_code == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
     assert all((tmp_path / "out" / name).stat().st_size > 0 for name in FILES)
@@ -84,9 +86,9 @@ def test_a_neutral_run_exits_0_and_leaves_all_files(tmp_path: Path) -> None:
     assert found["counts"]["executed"] == found["counts"]["match"] + found["counts"]["both_raised"] == 12
     lanes = {lane["name"]: lane for lane in found["lanes"]}
     for lane in lanes.values():
-        assert set(lane) >= COUNTS | {"name", "engine", "unsupported_reasons"}
+        assert set(lane) >= COUNTS | {"name", "engine", "verdict", "unsupported_reasons"}
         assert lane["engine"] == "reference"
-    assert lanes["packed F16"]["executed"] + lanes["FP32"]["executed"] == 12
+    assert {name for name in lanes if lanes[name]["executed"] == 12} == {"packed-f16"}
     assert found["differences"] == []
 
 
@@ -116,12 +118,98 @@ def test_a_run_with_a_difference_exits_1_and_stores_the_smallest_case(
 
 def test_the_same_seed_makes_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
     for name, seed in (("one", 5), ("two", 5), ("three", 6)):
-        harness(*RUN, 4, "--seed", seed, "--out", name)
+        harness(*RUN, 12, "--seed", seed, "--out", name)  # the first are stored ones, the same for every seed
     one, two, three = (case_ids(tmp_path / name) for name in ("one", "two", "three"))
     assert one == two
     assert one != three
     assert results(tmp_path / "one")["counts"] == results(tmp_path / "two")["counts"]
 
+
+# ------------------------------------------------------------------ stored cases, the covering set, lanes
+
+NARROW = ("run", "--engine", "reference", "--layout", "sbh3d", "--layout", "bs3hd", "--lane", "debug-prints")
+
+
+def test_a_run_without_a_number_runs_stored_cases_then_a_covering_set_that_leaves_nothing_out(tmp_path: Path) -> None:
+    result = harness(*NARROW, "--out", "out")
+    assert result.exit_code == 0
+    found = results(tmp_path / "out")
+    assert found["asked"] == {
+        "layouts": ["sbh3d", "bs3hd"], "lanes": ["debug-prints"], "strength": 2, "min_coverage": None,
+    }  # fmt: skip
+    covering = found["origins"]["covering"]
+    assert found["origins"]["explored"] == round(0.1 * covering) > 0
+    assert sum(found["origins"].values()) >= found["cases_asked"]
+    coverage = found["coverage"]
+    assert coverage["executed"] + coverage["raised"] == coverage["valid"] > 500, "the reference engine refuses none"
+    assert coverage["executed"] > 0.95 * coverage["valid"]
+    assert {lane["name"]: lane["verdict"] for lane in found["lanes"]}["debug-prints"] == "neutral"
+
+
+def test_a_number_of_cases_runs_the_stored_ones_first_and_no_covering_set(tmp_path: Path) -> None:
+    assert harness(*RUN, 6, "--out", "out").exit_code == 0
+    journal = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    origins = [event["origin"] for event in map(json.loads, journal) if event["event"] == "case"]
+    stored = [item for item in stored_cases() if item.case.qkv_layout == "sbh3d"]
+    assert origins[: len(stored)] == [f"stored {item.name}" for item in stored]
+    assert set(origins[len(stored) :]) == {"explored"}
+    assert results(tmp_path / "out")["asked"]["strength"] == 0
+
+
+def test_a_coverage_asked_for_and_not_reached_leaves_the_run_unverified(tmp_path: Path) -> None:
+    options = ("--cases", 6, "--strength", 2, "--min-coverage")
+    result = harness(*NARROW, *options, 0.9, "--out", "out")
+    assert result.exit_code == 3
+    found = results(tmp_path / "out")
+    assert found["verdict"] == "unverified"
+    [reason] = found["reasons"]
+    coverage = found["coverage"]
+    assert f"{coverage['executed']} of {coverage['valid']} valid combinations of 2 levels" in reason
+    assert "--min-coverage 0.9 was asked for" in " ".join(result.output.split())
+    assert harness("report", "out").exit_code == 3
+    assert harness(*NARROW, *options, 0.1, "--out", "less").exit_code == 0
+
+
+def test_a_lane_asked_for_and_refused_leaves_the_run_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, "sbh3d", "planted")
+    refusing(monkeypatch, "bs3hd", "planted")
+    assert harness(*NARROW, "--cases", 3, "--out", "out").exit_code == 3
+    reasons = results(tmp_path / "out")["reasons"]
+    assert "--lane debug-prints was asked for and not reached" in reasons
+
+
+def test_the_coverage_of_a_run_is_shown_from_its_journal_alone(tmp_path: Path) -> None:
+    harness(*NARROW, "--cases", 6, "--strength", 2, "--out", "out")
+    found = results(tmp_path / "out")["coverage"]
+    for path in (tmp_path / "out").iterdir():
+        if path.name != "journal.jsonl":
+            path.unlink()
+    shown = harness("coverage", "out")
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"strength 2: {found['executed']:,} of {found['valid']:,} valid combinations")
+    whole = json.loads(harness("coverage", "out", "--json").stdout)
+    assert {name: whole[name] for name in ("strength", "valid", "executed", "unreached")} == {
+        name: found[name] for name in ("strength", "valid", "executed", "unreached")
+    }
+    assert json.loads(harness("coverage", "out", "--json", "--strength", 3).stdout)["valid"] > found["valid"]
+
+
+def test_every_lane_is_listed_with_what_it_is_and_which_engine_can_run_it() -> None:
+    result = harness("lanes")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[0] == "lane"
+    rows = {line.split()[0]: line for line in lines[1:] if line.strip()}
+    assert set(LANES) <= set(rows)
+    assert rows["dropout"].split()[:3] == ["dropout", "dropout", "yes"]
+    assert "no" in rows["graph-capture"].split()
+    assert "reference cannot run graph-capture: " in " ".join(result.stdout.split())
+    assert "Context parallelism does not pass through FusedAttnFunc" in " ".join(result.stdout.split())
+
+
+# ------------------------------------------------------------------ what is refused
 
 REFUSED = "qkv_layout=thd_thd_thd: no ragged batches on this planted engine"
 
@@ -136,7 +224,7 @@ def test_a_layout_that_the_engine_refuses_leaves_the_run_unverified_with_the_rea
     assert (found["verdict"], found["exit_code"]) == ("unverified", 3)
     assert found["counts"]["executed"] == 0
     assert found["counts"]["unsupported"] > 0
-    reasons = next(lane for lane in found["lanes"] if lane["name"] == "THD")["unsupported_reasons"]
+    reasons = next(lane for lane in found["lanes"] if lane["name"] == "thd")["unsupported_reasons"]
     assert reasons == [{"reason": REFUSED, "count": found["counts"]["unsupported"]}]
     assert REFUSED in " ".join(result.output.split())
 
@@ -250,15 +338,15 @@ def test_a_bug_in_the_recorder_is_an_error_of_every_case_and_the_run_exits_4(
 def test_a_bug_in_the_recorder_on_a_few_cases_outweighs_all_that_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = run_pass._see_saved
+    original = observed.see_saved
 
     def broken(recorder: Recorder, *rest: Any) -> None:
         if recorder.inputs.case.softmax_type == "learnable":
             raise ZeroDivisionError("planted")
         original(recorder, *rest)
 
-    monkeypatch.setattr(run_pass, "_see_saved", broken)
-    result = harness(*RUN, 8, "--out", "out")
+    monkeypatch.setattr(observed, "see_saved", broken)
+    result = harness(*RUN, 16, "--out", "out")
     found = results(tmp_path / "out")
     assert (result.exit_code, found["verdict"], found["differences"]) == (4, "unverified", [])
     assert found["counts"]["match"] > 0
@@ -308,7 +396,8 @@ def test_doctor_lists_the_engines_and_what_each_can_check() -> None:
     words = reference.replace(",", " ").split()
     assert "layouts, 25 of 25: " in reference
     assert set(LAYOUTS) <= set(words)
-    assert not re.search(r"\bnot \S+: ", reference)
+    assert re.findall(r"\bnot (\S+): ", reference) == ["graph-capture"]
+    assert set(LANES) - {"graph-capture"} <= set(words)
     assert re.search(r"`harness run` uses (reference|cudnn) by default", result.output)
 
 

@@ -80,6 +80,13 @@ class Fake:
         self.module("transformer_engine.pytorch")
         tex = self.module("transformer_engine_torch")
         tex.get_cudnn_version = lambda: 91900  # type: ignore[attr-defined]
+        tex.DType = types.SimpleNamespace(kFloat8E4M3="E4M3", kFloat8E5M2="E5M2")  # type: ignore[attr-defined]
+        manager = types.SimpleNamespace(quantization_state=types.SimpleNamespace(fp8_recipe="the one before"))
+        self.module("transformer_engine.pytorch.quantization").FP8GlobalStateManager = (  # type: ignore[attr-defined]
+            manager
+        )
+        self.capability = (9, 0)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
         if generation == "2.20":
             self.module(CUSTOM_OP).TensorOrQuantized = "its own alias"  # type: ignore[attr-defined]
             self.module(UTILS).FusedAttentionParams = Parameters  # type: ignore[attr-defined]
@@ -102,12 +109,16 @@ class Fake:
 
     def answer_one(self, question: Parameters) -> tuple[Backend, str]:
         self.questions.append(question.fields)
-        return self.backend, self.message
+        return self.of(question.fields["qkv_dtype"]), self.message
+
+    def of(self, dtype: str) -> Backend:
+        """Return the backend: FP8's for FP8 where the F16 one is selected for F16."""
+        return Backend.FP8 if dtype == "E4M3" and self.backend == Backend.F16_arbitrary_seqlen else self.backend
 
     def answer_nineteen(self, *question: Any) -> Backend:
         assert len(question) == 19
         self.questions.append(question)
-        return self.backend
+        return self.of(question[1])
 
 
 @pytest.fixture(params=["2.19", "2.20"])
@@ -275,6 +286,122 @@ def test_a_bias_with_a_softmax_offset_is_refused_in_training_alone(fake: Fake) -
     case = Case(attn_bias_type="post_scale_bias", softmax_type="learnable")
     assert "allocates the gradient of the bias in the shape" in str(CudnnEngine().unsupported(case))
     assert CudnnEngine().unsupported(case.replace(requires_grad=(), is_training=False)) is None
+
+
+# ------------------------------------------------------------------ FP8 and scenarios
+
+FP8 = Case(fp8_recipe="delayed", head_dim_qk=128, head_dim_v=128, max_seqlen_q=128, max_seqlen_kv=128)
+
+
+def asked(fake: Fake) -> list[tuple[bool, str, str]]:
+    """Return of each question: training, the dtype of q, k and v, and that of the gradients where it is asked."""
+    if fake.generation == "2.19":
+        return [(question[0], question[1], "") for question in fake.questions]
+    return [(question["is_training"], question["qkv_dtype"], question["dqkv_dtype"]) for question in fake.questions]
+
+
+@pytest.mark.parametrize(("fp8_format", "backward"), [("HYBRID", "E5M2"), ("E4M3", "E4M3")])
+def test_delayed_scaling_is_asked_for_in_fp8(fake: Fake, fp8_format: str, backward: str) -> None:
+    assert CudnnEngine().unsupported(FP8.replace(fp8_format=fp8_format)) is None
+    assert asked(fake) == [(True, "E4M3", backward if fake.generation == "2.20" else "")]
+
+
+def test_an_f16_backward_after_an_fp8_forward_is_asked_for_too(fake: Fake) -> None:
+    assert CudnnEngine().unsupported(FP8.replace(fp8_dpa_bwd=False)) is None
+    assert [dtype for _, dtype, _ in asked(fake)] == ["E4M3", "kBFloat16"]
+
+
+def test_an_fp8_forward_that_is_refused_is_said_to_be_fp8(fake20: Fake) -> None:
+    fake20.backend, fake20.message = Backend.No_Backend, "head size 64"
+    assert CudnnEngine().unsupported(FP8) == "fp8_recipe=delayed: head size 64"
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "hybrid"])
+def test_recipes_without_kernels_on_hopper_are_refused_there_with_the_reason(fake: Fake, recipe: str) -> None:
+    case = FP8.replace(fp8_recipe=recipe)
+    assert str(CudnnEngine().unsupported(case)).startswith(f"fp8_recipe={recipe} on sm90: ")
+    assert fake.questions == []
+
+
+def test_fp8_on_a_layout_that_it_does_not_take_names_the_constraint(fake: Fake) -> None:
+    case = FP8.replace(qkv_layout="thd_thd_thd", attn_mask_type="padding")
+    assert "takes dense layouts" in str(CudnnEngine().unsupported(case))
+
+
+@pytest.mark.parametrize("scenario", ["offload", "offload_v1", "graph_capture", "fav2_backward"])
+def test_scenarios_that_are_not_bound_are_refused_with_the_reason(fake: Fake, scenario: str) -> None:
+    case = Case(qkv_layout="bshd_bshd_bshd", scenario=scenario)
+    assert str(CudnnEngine().unsupported(case)).startswith(f"scenario={scenario}")
+
+
+def test_quantizers_are_transformer_engines_own_with_state_of_their_own(fake: Fake) -> None:
+    home = fake.modules["transformer_engine.pytorch.tensor.float8_tensor"]
+    home.Float8Quantizer = lambda **given: given  # type: ignore[attr-defined]
+    home.Float8CurrentScalingQuantizer = lambda **given: given  # type: ignore[attr-defined]
+    mxfp8 = fake.modules["transformer_engine.pytorch.tensor.mxfp8_tensor"]
+    mxfp8.MXFP8Quantizer = lambda **given: given  # type: ignore[attr-defined]
+    engine = CudnnEngine()
+    engine.device = torch.device("cpu")
+    delayed, other = (engine.quantizer("delayed", "E5M2", 4.0) for _ in range(2))
+    assert (float(delayed["scale"]), delayed["amax"].tolist(), delayed["fp8_dtype"]) == (4.0, [0.0], "E5M2")
+    assert delayed["scale"].shape == ()
+    assert delayed["scale"] is not other["scale"]
+    assert engine.quantizer("current", "E4M3") == {"fp8_dtype": "E4M3", "device": engine.device}
+    assert engine.quantizer("mxfp8", "E4M3") == {"fp8_dtype": "E4M3"}
+
+
+def test_a_recipe_is_in_force_inside_the_block_only(fake: Fake) -> None:
+    engine = CudnnEngine()
+    state = engine.seam()["FP8GlobalStateManager"].quantization_state  # type: ignore[attr-defined]
+    inside = []
+
+    def fail() -> None:
+        with engine.recipe_in_force("another"):
+            inside.append(state.fp8_recipe)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == ["another"]
+    assert state.fp8_recipe == "the one before"
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current", "mxfp8", "hybrid"])
+def test_every_recipe_is_one_of_transformer_engines(fake: Fake, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = types.ModuleType("transformer_engine.common.recipe")
+    recipes.Format = types.SimpleNamespace(HYBRID="H", E4M3="E")  # type: ignore[attr-defined]
+    for name in ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"):
+        setattr(recipes, name, lambda fp8_format, name=name: (name, fp8_format))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
+    name, fp8_format = CudnnEngine().recipe(kind, "E4M3")
+    assert fp8_format == "E"
+    assert (name == "DelayedScaling") == (kind == "delayed")
+
+
+def test_debug_prints_are_on_for_the_cases_layer_inside_the_block_only(fake: Fake) -> None:
+    utils: Any = fake.modules[UTILS]
+    utils._NVTE_DEBUG, utils._NVTE_DEBUG_LEVEL, utils._print_layer = 0, 0, 1
+    fake.module("transformer_engine.pytorch.utils")
+    with CudnnEngine().during(Case(scenario="debug_prints", layer_number=7)):
+        assert (utils._NVTE_DEBUG, utils._NVTE_DEBUG_LEVEL, utils._print_layer) == (1, 2, 7)
+    assert (utils._NVTE_DEBUG, utils._NVTE_DEBUG_LEVEL, utils._print_layer) == (0, 0, 1)
+
+
+def test_nvtx_is_asked_for_anew_inside_the_block_and_after_it(fake: Fake) -> None:
+    cleared: list[str] = []
+    utils: Any = fake.module("transformer_engine.pytorch.utils")
+    utils._nvtx_enabled = types.SimpleNamespace(cache_clear=lambda: cleared.append("cleared"))
+    utils._nvtx_range_messages = []
+    with CudnnEngine().during(Case(scenario="nvtx")):
+        assert cleared == ["cleared"]
+        utils._nvtx_range_messages.append("left open")
+    assert cleared == ["cleared", "cleared"]
+    assert utils._nvtx_range_messages == []
+
+
+def test_old_offload_is_a_constant_of_the_seam(fake: Fake) -> None:
+    assert CudnnEngine().seam(offload_v1=True)["NVTE_CPU_OFFLOAD_V1"] is True
+    assert CudnnEngine().seam()["NVTE_CPU_OFFLOAD_V1"] is not True
 
 
 # ------------------------------------------------------------------ what stands in the way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from typer.testing import CliRunner
 from harness.case import Case
 from harness.cli import app
 from harness.compare import Difference
-from harness.execute.campaign import HOPELESS, Campaign, Plan
+from harness.execute.campaign import HOPELESS, Campaign, Plan, plan
 from harness.execute.journal import read_journal
 from harness.execute.pair import CaseResult
 from harness.judge import EXECUTED, Outcome
+from harness.ledger import ledger
 
 Judge = Callable[[Case], CaseResult]
 DTYPES = ("bf16", "fp16")
@@ -34,6 +36,14 @@ def ends(outcome: Outcome) -> Judge:
 def differing(*signatures: tuple[str, str]) -> Callable[[Case], CaseResult]:
     found = tuple(Difference(path, kind, 1, 2, "") for path, kind in signatures)  # type: ignore[arg-type]
     return lambda case: CaseResult(case, "difference", differences=found)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored case."""
+
+    name: str
+    case: Case
 
 
 class FakePair:
@@ -68,6 +78,18 @@ def campaign(
     plan = Plan(layouts, count, seed, DTYPES)
     Campaign(plan, FakePair(judge), log, folder, {"control": "a", "candidate": "b"}).run()  # type: ignore[arg-type]
     return log
+
+
+def planned(judge: Judge, folder: Path, *lanes: str, strength: int = 0, **options: Any) -> Log:
+    """Run what ``plan`` makes of a request for some lanes of two layouts, in bf16 alone."""
+    log = Log()
+    made = plan(("sbh3d", "bs3hd"), lanes, 0, ("bf16",), strength=strength, **options)
+    Campaign(made, FakePair(judge), log, folder, {}).run()  # type: ignore[arg-type]
+    return log
+
+
+def origins(log: Log) -> list[str]:
+    return [event["origin"] for event in log.of("case")]
 
 
 def executed(log: Log) -> Counter[str]:
@@ -155,9 +177,8 @@ def test_a_failing_case_shrinks_to_the_smallest_with_the_same_difference(tmp_pat
     (event,) = campaign(judge, tmp_path, 40, ("sbhd_sbhd_sbhd",)).of("smallest")
     assert (event["path"], event["kind"]) == ("grad/k", "value")
     plainest = Case(
-        batch_size=1, num_heads=1, num_gqa_groups=1, max_seqlen_q=1, max_seqlen_kv=16, dropout_p=0.1,
-        fast_zero_fill=True,
-    )  # fmt: skip
+        batch_size=1, num_heads=1, num_gqa_groups=1, max_seqlen_q=16, max_seqlen_kv=16, dropout_p=0.1
+    )  # lengths that are equal are plainer than a short one beside a long one
     assert Case.from_dict(event["case"]) == plainest.replace(seed=event["case"]["seed"])
 
 
@@ -194,6 +215,87 @@ def test_two_differences_that_shrink_to_one_case_keep_a_file_each(tmp_path: Path
     assert len(events) == 2
     assert len({event["case_id"] for event in events}) == 1
     assert {json.loads((tmp_path / event["file"]).read_text())["path"] for event in events} == {"grad/q", "grad/k"}
+
+
+STORED = (
+    Stored("0001-one/1", Case(qkv_layout="sbh3d", seed=11)),
+    Stored("0002-elsewhere/1", Case(seed=12)),
+    Stored("0003-two/1", Case(qkv_layout="bs3hd", seed=13)),
+)
+NARROW = "nvtx"
+NARROW_START = {
+    "event": "start", "engine": "reference", "dtypes": ["bf16"],
+    "asked": {"layouts": ["sbh3d", "bs3hd"], "lanes": [NARROW], "strength": 2},
+}  # fmt: skip
+"""What ``planned`` is asked for, of one lane."""
+
+
+def test_stored_cases_run_first_then_the_covering_set_then_drawn_ones_and_each_says_which(tmp_path: Path) -> None:
+    log = planned(match, tmp_path, strength=2, stored=STORED)
+    found = origins(log)
+    assert found[:2] == ["stored 0001-one/1", "stored 0003-two/1"], "the one outside the layouts is left out"
+    drawn = len(found) - 2 - found.count("covering")
+    assert found[2:] == ["covering"] * found.count("covering") + ["explored"] * drawn
+    assert drawn == round(0.1 * found.count("covering")) > 0
+
+
+def test_a_number_of_cases_stops_the_stored_ones_and_the_covering_set(tmp_path: Path) -> None:
+    assert origins(planned(match, tmp_path, strength=2, stored=STORED, count=1)) == ["stored 0001-one/1"]
+    found = origins(planned(match, tmp_path, strength=2, stored=STORED, count=6))
+    assert found[2:] == ["covering"] * 4
+
+
+def test_a_stored_case_outside_the_lanes_asked_for_is_left_out(tmp_path: Path) -> None:
+    assert not [name for name in origins(planned(match, tmp_path, NARROW, stored=STORED, count=3)) if "stored" in name]
+
+
+def test_every_case_of_a_run_is_of_a_lane_asked_for(tmp_path: Path) -> None:
+    cases = planned(match, tmp_path, NARROW, "no-grad", strength=2, count=40).of("case")
+    assert {event["case"]["scenario"] for event in cases} == {"nvtx", "no_grad"}
+    assert {event["origin"] for event in cases} == {"covering"}
+
+
+def test_a_covering_set_that_ran_leaves_no_valid_combination_out(tmp_path: Path) -> None:
+    log = planned(match, tmp_path, NARROW, strength=2)
+    found = ledger([NARROW_START, *log.events])
+    assert found.valid > 100
+    assert (found.count("executed"), found.share) == (found.valid, 1.0)
+    fewer = [event for event in log.events if event["case"]["dropout_p"] == 0.0]
+    assert ledger([NARROW_START, *fewer]).share < 1.0
+
+
+def test_what_came_in_refused_cases_alone_is_run_again_in_other_company(tmp_path: Path) -> None:
+    first = planned(match, tmp_path, NARROW, strength=2).of("case")
+    refused = {event["case_id"] for event in first[:3]}
+
+    def judge(case: Case) -> CaseResult:
+        return ends("unsupported")(case) if case.id in refused else match(case)
+
+    again = planned(judge, tmp_path, NARROW, strength=2)
+    assert origins(again).count("covering") > [event["origin"] for event in first].count("covering")
+    assert ledger([NARROW_START, *again.events]).share == 1.0
+
+
+def test_a_level_that_is_refused_throughout_is_given_up(tmp_path: Path) -> None:
+    def judge(case: Case) -> CaseResult:
+        return ends("unsupported")(case) if case.dropout_p else match(case)
+
+    log = planned(judge, tmp_path, NARROW, strength=2)
+    plain = len(planned(match, tmp_path, NARROW, strength=2).of("case"))
+    assert len(log.of("case")) < 2 * plain
+    assert executed(log).total() > 0
+
+
+def test_a_stored_case_that_differs_is_shrunk_too(tmp_path: Path) -> None:
+    hard = Case(qkv_layout="sbh3d", dropout_p=0.1, attn_scale=0.5, attn_mask_type="padding", seed=5)
+
+    def judge(case: Case) -> CaseResult:
+        return differing(("grad/k", "value"))(case) if case.dropout_p else match(case)
+
+    (event,) = planned(judge, tmp_path, stored=[Stored("0009/1", hard)], count=1).of("smallest")
+    assert event["from_case_id"] == hard.id
+    small = Case.from_dict(event["case"])
+    assert (small.attn_mask_type, small.attn_scale, small.dropout_p > 0) == ("no_mask", None, True)
 
 
 def test_nothing_is_shrunk_where_nothing_differs(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from harness.execute import journal as module
-from harness.execute.journal import FIELDS, Journal, JournalError, read_journal
+from harness.execute.journal import FIELDS, OPTIONAL, Journal, JournalError, read_journal
 
 Event = dict[str, Any]
 SUBJECT = {"spec": "legacy", "resolved": "legacy_impl", "sha256": "ab" * 32}
 START: Event = {
     "event": "start", "schema": 1, "harness": "0.1.0", "control": SUBJECT, "candidate": SUBJECT, "engine": "reference",
     "environment": {"python": "3.11"}, "seed": 1, "asked": {"layouts": ["sbh3d"]}, "cases_asked": 2,
-    "started": "2025-01-02T03:04:05+00:00",
+    "started": "2025-01-02T03:04:05+00:00", "dtypes": ["bf16", "fp16"],
 }  # fmt: skip
 CASE: Event = {
     "event": "case", "case_id": "0123456789ab", "case": {"schema": 1, "qkv_layout": "sbh3d"}, "outcome": "match",
-    "both_raised": False, "reason": None, "lanes": ["packed F16"], "differences": [], "noise": [], "notes": [],
-    "seconds": 0.5,
+    "both_raised": False, "reason": None, "lanes": ["packed-f16"], "differences": [], "noise": [], "notes": [],
+    "seconds": 0.5, "origin": "explored",
 }  # fmt: skip
 DIFFERENCE: Event = {
     "path": "grad/q", "kind": "value", "control": 1, "candidate": 2, "message": "1 became 2", "distance": None,
@@ -126,6 +126,12 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
         (lines(START, CASE | {"noise": [{"path": "grad/q"}]}), "noise takes"),
         (lines(START | {"control": {}}), "control has spec=None"),
         (lines(START | {"asked": {}}), "layouts=None"),
+        (lines(START | {"asked": {"layouts": [], "lanes": "thd"}}), "asked has lanes='thd'; it takes a list of names"),
+        (lines(START | {"asked": {"layouts": [], "strength": 4}}), "asked has strength=4; it takes 0, 2 or 3"),
+        (lines(START | {"asked": {"layouts": [], "strength": True}}), "asked has strength=True"),
+        (lines(START | {"asked": {"layouts": [], "min_coverage": "all"}}), "asked has min_coverage='all'"),
+        (lines(START | {"dtypes": "bf16"}), "dtypes='bf16'; it takes list or null"),
+        (lines(START, CASE | {"origin": 7}), "origin=7; it takes str or null"),
     ],
 )
 def test_a_journal_that_is_not_whole_is_refused_by_line(tmp_path: Path, content: bytes, says: str) -> None:
@@ -156,6 +162,14 @@ def test_every_field_of_an_event_is_needed(tmp_path: Path, name: str) -> None:
                 journal.write(START)
             with pytest.raises(JournalError, match=rf"lacks '{field}'"):
                 journal.write({key: value for key, value in event.items() if key != field})
+
+
+@pytest.mark.parametrize("name", list(OPTIONAL))
+def test_a_field_that_an_older_journal_lacks_is_read_as_null(tmp_path: Path, name: str) -> None:
+    old = [{key: value for key, value in event.items() if key not in OPTIONAL[name]} for event in WHOLE]
+    for read, event in zip(read_journal(write(tmp_path, *old)), WHOLE, strict=True):
+        assert read == event | (dict.fromkeys(OPTIONAL[name]) if event["event"] == name else {})
+    assert all(name_ in event for event in WHOLE if event["event"] == name for name_ in OPTIONAL[name])
 
 
 def test_an_event_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:

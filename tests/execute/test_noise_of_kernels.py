@@ -22,8 +22,8 @@ class NoisyKernels(ReferenceEngine):
     repeatable = False
     quiet = 0
 
-    def seam(self) -> dict[str, object]:
-        names = super().seam()
+    def seam(self, *, offload_v1: bool = False) -> dict[str, object]:
+        names = super().seam(offload_v1=offload_v1)
         kernel = names["fused_attn_bwd"]
         calls = 0
 

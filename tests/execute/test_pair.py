@@ -13,7 +13,7 @@ from harness.case import DIFFERENTIABLE, Case
 from harness.engines.api import Engine, get_engine
 from harness.execute import pair as module
 from harness.execute.pair import NOISE_RUNS, Pair
-from harness.observe import run_pass
+from harness.observe import results
 from harness.observe.recorder import Recorder
 from harness.observe.values import Array, Observation
 from harness.subjects.source import Source, resolve
@@ -90,21 +90,21 @@ def test_a_case_that_the_engine_refuses_is_unsupported_in_the_engines_own_words(
     assert "causal" in result.reason
 
 
-FP8 = (
-    "            fused_attention_backend=args.fused_attention_backend,\n",
-    '            fused_attention_backend=FusedAttnBackend["FP8"],\n',
-)
+RAGGED_O = (
+    "            o_format=o_format,\n            attn_bias_type=",
+    '            o_format="thd",\n            attn_bias_type=',
+)  # the kernels write such an output of a ragged q alone
 
 
 def test_what_the_engine_refuses_only_when_called_is_unsupported_where_both_sides_ask_for_it() -> None:
-    result = make(source(FP8), source(FP8)).run(CASE)
+    result = make(source(RAGGED_O), source(RAGGED_O)).run(CASE)
     assert result.outcome == "unsupported"
     assert result.reason is not None
-    assert "FP8" in result.reason
+    assert "o_format" in result.reason
 
 
 def test_what_one_side_alone_asks_of_an_engine_that_refuses_it_is_a_difference() -> None:
-    for subjects in ((None, source(FP8)), (source(FP8), None)):
+    for subjects in ((None, source(RAGGED_O)), (source(RAGGED_O), None)):
         result = make(*subjects).run(CASE)
         assert result.outcome == "difference"
         assert ("exception/type", "exception") in result.signatures
@@ -149,7 +149,7 @@ def test_a_fault_of_the_harness_is_not_laid_on_the_case(monkeypatch: pytest.Monk
 def test_a_bug_in_the_recorder_is_an_error_that_names_the_harness_on_whichever_side_it_shows(
     run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = run_pass._see_outputs, 0
+    original, calls = results.see_outputs, 0
 
     def broken(recorder: Recorder, output: Any) -> None:
         nonlocal calls
@@ -158,7 +158,7 @@ def test_a_bug_in_the_recorder_is_an_error_that_names_the_harness_on_whichever_s
             raise KeyError("planted")
         original(recorder, output)
 
-    monkeypatch.setattr(run_pass, "_see_outputs", broken)
+    monkeypatch.setattr(results, "see_outputs", broken)
     result = make().run(CASE)
     assert calls == run
     assert (result.outcome, result.both_raised, result.differences) == ("error", False, ())

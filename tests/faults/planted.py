@@ -18,15 +18,20 @@ NUMBERS = frozenset({"output", "grad", "leaf"})
 
 LINES = (
     "outputs", "gradients", "saved tensors", "aux list", "kernel calls", "number of gradients", "writes", "red zones",
-    "generator state", "exceptions",
+    "generator state", "quantizers", "prints", "exceptions",
 )  # fmt: skip
 """What the harness promises to observe; each has its faults."""
 
 PACKED = ("sbh3d",)
-SEPARATE = ("sbhd_sbhd_sbhd",)
+SEPARATE = ("bshd_sbhd_sbhd",)
 RAGGED = ("thd_thd_thd",)
 RAGGED_PACKED = ("thd_t2hd",)
 PAGED = ("paged_kv_bshd_bshd_bshd", "paged_kv_thd_sbhd_sbhd")
+LANE_OF = {
+    **dict.fromkeys(PACKED, "packed-f16"), **dict.fromkeys(SEPARATE, "dense-f16"),
+    **dict.fromkeys(RAGGED + RAGGED_PACKED, "thd"), **dict.fromkeys(PAGED, "paged"),
+}  # fmt: skip
+"""The lane that a fault is looked for in where it names none: FP8 would show most of them in more families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,10 @@ class Fault:
     """One mistake, how to plant it and what must be seen of it.
 
     ``path`` and ``kind`` name a difference that must be found (a path ending in ``/`` stands for all below it).
-    ``families`` are exactly those in which anything is seen over the whole run. ``control`` are edits that control and
-    candidate share, where the mistake needs something to go wrong on. ``shows`` is what the candidate has on the path.
+    ``families`` are exactly those in which anything is seen over the whole run, which is of ``cases`` cases of these
+    layouts and lanes and no more than it takes: every fault costs a run of its own. ``control`` are edits that control
+    and candidate share, where the mistake needs something to go wrong on. ``shows`` is what the candidate has on the
+    path.
     ``alone`` says that nothing is seen on any other path.
     """
 
@@ -50,12 +57,18 @@ class Fault:
     shows: str | None = None
     alone: bool = False
     layouts: tuple[str, ...] = PACKED + SEPARATE
-    cases: int = 24
+    lanes: tuple[str, ...] = ()
+    cases: int = 8
     seed: int = 1
 
     def names(self, path: str) -> bool:
         """Whether this is a path, or the start of one, at which the fault must be seen."""
         return path.startswith(self.path) if self.path.endswith("/") else path == self.path
+
+    @property
+    def looked_for_in(self) -> tuple[str, ...]:
+        """The lanes of the run: the fault's own, else those of its layouts."""
+        return self.lanes or tuple(dict.fromkeys(LANE_OF[layout] for layout in self.layouts))
 
     @property
     def hidden(self) -> bool:
@@ -111,7 +124,7 @@ FAULTS: tuple[Fault, ...] = (
         "value",
         _families("output", "saved", "call", "calls", "aux", "backward", "grad", "leaf", "exception"),
         shows="list",
-        cases=40,
+        lanes=("max-logit",),
     ),
     Fault(
         "output-copied",
@@ -136,7 +149,7 @@ FAULTS: tuple[Fault, ...] = (
         "output/1/requires_grad",
         "value",
         _families("output"),
-        cases=40,
+        lanes=("max-logit",),
     ),
     # Gradients.
     Fault(
@@ -186,6 +199,7 @@ FAULTS: tuple[Fault, ...] = (
         "type",
         _families("grad"),
         layouts=SEPARATE,
+        lanes=("partial-gradients",),
     ),
     Fault(
         "gradient-clipped-by-a-hook",
@@ -206,20 +220,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "offset-gradient-dropped",
         "gradients",
-        "no gradient at all comes back where q, k and v need none, though the softmax offset may",
+        "no gradient of the softmax offset comes back where one of q, k and v needs none, though the offset may",
         (
             (
                 GRADIENTS_RETURNED,
                 "        gradients = _fused_attn_backward_impl(bwd_args)\n"
-                "        if not any(ctx.needs_input_grad[:3]):\n            gradients = (None,) * 5\n"
+                "        if not all(ctx.needs_input_grad[:3]):\n            gradients = (*gradients[:4], None)\n"
                 "        return (*gradients, None)",
             ),
         ),
         "leaf/softmax_offset",
         "type",
         _families("grad", "leaf"),
-        layouts=PACKED,
-        seed=2,  # it takes frozen q, k and v with a learnable offset: rare, and three of this seed's 24 cases
+        layouts=SEPARATE,
+        lanes=("partial-gradients",),
     ),
     # Saved tensors.
     Fault(
@@ -267,8 +281,9 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "saved/q",
         "missing",
-        _families("saved"),
+        _families("saved", "call"),
         layouts=SEPARATE,
+        cases=4,
     ),
     Fault(
         "kept-on-ctx-too",
@@ -284,7 +299,7 @@ FAULTS: tuple[Fault, ...] = (
         "value",
         _families("saved"),
         shows="['list', ['input q']]",
-        layouts=SEPARATE + RAGGED,
+        layouts=SEPARATE + RAGGED_PACKED,
     ),
     Fault(
         "padded-offsets-saved-as-a-copy",
@@ -343,6 +358,7 @@ FAULTS: tuple[Fault, ...] = (
         "saved/cu_seqlens_q",
         "missing",
         _families("saved", "call"),
+        cases=16,
     ),
     Fault(
         "alias-by-storage-address",
@@ -379,8 +395,9 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "aux/2",
         "alias",
-        _families("aux", "backward", "grad", "leaf", "exception"),
-        cases=40,
+        _families("aux", "backward", "grad", "exception"),
+        lanes=("softmax-offset",),
+        cases=12,
     ),
     Fault(
         "statistics-always-copied",
@@ -405,6 +422,7 @@ FAULTS: tuple[Fault, ...] = (
         "aux/1",
         "alias",
         _families("saved", "aux", "grad", "leaf"),
+        cases=16,
     ),
     # Kernel calls.
     Fault(
@@ -424,6 +442,7 @@ FAULTS: tuple[Fault, ...] = (
         "call/fused_attn_bwd/0/deterministic",
         "value",
         _families("call"),
+        cases=16,
     ),
     Fault(
         "window-lost",
@@ -433,6 +452,7 @@ FAULTS: tuple[Fault, ...] = (
         "call/fused_attn_bwd/0/window_size",
         "value",
         _families("call", "grad", "leaf"),
+        cases=16,
     ),
     Fault(
         "diagonal-forced",
@@ -480,7 +500,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "fp8-backend-without-fp8",
         "kernel calls",
-        "the forward kernel of the other precision is asked for",
+        "the forward kernel of the other precision is asked for, and the generator advances as far as that one draws",
         (
             (
                 "            fused_attention_backend=args.fused_attention_backend,\n",
@@ -489,7 +509,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "call/fused_attn_fwd/0/fused_attention_backend",
         "value",
-        _families("output", "saved", "call", "calls", "aux", "backward", "grad", "leaf", "generator", "exception"),
+        _families("call", "generator"),
         layouts=PACKED,
     ),
     Fault(
@@ -555,6 +575,8 @@ FAULTS: tuple[Fault, ...] = (
         "call/fused_attn_bwd/0/d_o",
         "alias",
         _families("call", "grad", "leaf"),
+        lanes=("strided-output-gradient",),
+        cases=12,
     ),
     Fault(
         "copied-with-its-strides",
@@ -569,6 +591,8 @@ FAULTS: tuple[Fault, ...] = (
         "call/fused_attn_bwd/0/d_o",
         "stride",
         _families("call", "grad", "leaf"),
+        lanes=("strided-output-gradient",),
+        cases=12,
     ),
     Fault(
         "nvtx-label-changed",
@@ -597,6 +621,7 @@ FAULTS: tuple[Fault, ...] = (
         "type",
         _families("saved", "call"),
         layouts=SEPARATE,
+        cases=4,
     ),
     # Number of gradients.
     Fault(
@@ -633,6 +658,7 @@ FAULTS: tuple[Fault, ...] = (
         "backward/gradients for what has none",
         "value",
         _families("backward", "grad", "leaf", "exception"),
+        cases=16,
     ),
     # Writes.
     Fault(
@@ -737,6 +763,29 @@ FAULTS: tuple[Fault, ...] = (
         "generator/own/after forward",
         "value",
         _families("saved", "call", "aux", "generator"),
+        cases=24,
+    ),
+    # Quantizers.
+    Fault(
+        "amax-cleared",
+        "quantizers",
+        "backward clears the amax of the gradients' quantizer, so the next step's scale comes from nothing",
+        ((BACKWARD_DONE, "    if bwd_args.fp8:\n        bwd_args.dQKV_quantizer.amax.zero_()\n" + BACKWARD_DONE),),
+        "quantizer/dQKV/after backward/amax",
+        "value",
+        _families("quantizer"),
+        layouts=PACKED,
+        lanes=("fp8-delayed",),
+    ),
+    # Prints.
+    Fault(
+        "print-left-in",
+        "prints",
+        "a print from debugging is left in backward",
+        ((BACKWARD_DONE, '    print("backward done")\n' + BACKWARD_DONE),),
+        "print/backward/stdout",
+        "extra",
+        _families("print"),
     ),
     # Exceptions.
     Fault(
@@ -749,6 +798,8 @@ FAULTS: tuple[Fault, ...] = (
         _families("exception"),
         control=(REFUSAL,),
         shows="TypeError",
+        lanes=("dropout",),
+        cases=12,
     ),
     Fault(
         "value-left-out-of-the-message",
@@ -760,6 +811,8 @@ FAULTS: tuple[Fault, ...] = (
         _families("exception"),
         control=(REFUSAL,),
         shows="dropout_p is refused",
+        lanes=("dropout",),
+        cases=12,
     ),
     Fault(
         "refused-in-backward",
@@ -775,9 +828,11 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "exception/stage",
         "exception",
-        _families("output", "saved", "call", "calls", "generator", "exception"),
+        _families("output", "saved", "call", "calls", "generator", "quantizer", "exception"),
         control=(REFUSAL,),
         shows="backward",
+        lanes=("dropout",),
+        cases=12,
     ),
     Fault(
         "error-swallowed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,15 @@ def run(folder: Path, control: str, candidate: str) -> tuple[int, dict[str, Any]
     done = CliRunner().invoke(
         app,
         ["run", "--control", str(folder / "control.py"), "--candidate", str(folder / "candidate.py"),
-         "--layout", "sbhd_sbhd_sbhd", "--engine", "reference", "--cases", "24", "--seed", "1",
+         "--layout", "sbhd_sbhd_sbhd", "--lane", "fp32", "--engine", "reference", "--cases", "16", "--seed", "1",
          "--out", str(folder / "run")],
     )  # fmt: skip
     return done.exit_code, json.loads((folder / "run" / "results.json").read_text())
+
+
+def paths(results: dict[str, Any]) -> set[str]:
+    """Return where anything differs, in whichever pass of a scenario."""
+    return {re.sub(r"/pass \d+", "", found["path"]) for found in results["differences"]}
 
 
 def test_a_candidate_as_noisy_as_its_control_is_noisy_and_not_a_match_and_neutral(tmp_path: Path) -> None:
@@ -43,16 +49,14 @@ def test_a_candidate_as_noisy_as_its_control_is_noisy_and_not_a_match_and_neutra
     assert (code, results["verdict"], results["differences"]) == (0, "neutral", [])
     counts = results["counts"]
     assert counts["noisy"] > 2
-    assert counts["match"] + counts["noisy"] + counts["both_raised"] == counts["executed"] == 24
+    assert counts["match"] + counts["noisy"] + counts["both_raised"] == counts["executed"] == 16
 
 
 def test_a_candidate_a_thousand_times_noisier_than_its_control_differs(tmp_path: Path) -> None:
     code, results = run(tmp_path, noisy(1e-6), noisy(1e-3))
     assert (code, results["verdict"]) == (1, "not neutral")
-    assert {(found["path"], found["kind"]) for found in results["differences"]} == {
-        ("grad/q", "value"),
-        ("leaf/q", "value"),
-    }
+    assert paths(results) == {"grad/q", "leaf/q"}
+    assert {found["kind"] for found in results["differences"]} == {"value"}
     again = [CliRunner().invoke(app, ["replay", str(file)]) for file in (tmp_path / "run" / "failures").iterdir()]
     assert again
     assert {done.exit_code for done in again} == {1}
@@ -69,7 +73,7 @@ def test_noise_that_the_candidate_adds_to_a_kernel_result_in_place_is_no_noise_o
     added = "    dq.add_(torch.tensor(os.urandom(1)[0] / 255 * 1e-3).to(dq.dtype) * dq.abs().max())\n"
     code, results = run(tmp_path, edited(), edited((BACKWARD_DONE, added + BACKWARD_DONE)))
     assert code == 1
-    assert {found["path"] for found in results["differences"]} == {"grad/q", "leaf/q"}
+    assert paths(results) == {"grad/q", "leaf/q"}
 
 
 def test_a_control_that_is_not_sure_of_more_than_numbers_ends_the_case_in_error(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from harness.case import Case
+from harness.engines.api import get_engine
 from harness.inputs import Live, build
-from harness.observe.recorder import HarnessFault, Recorder
+from harness.observe.recorder import HarnessFault, Kinds, Recorder
 from harness.observe.values import Array, Plain, is_kernel_result, made_by
+from harness.quantized import parts
 
 DENSE: dict[str, Any] = {"batch_size": 3, "max_seqlen_q": 6, "max_seqlen_kv": 16, "num_heads": 4, "head_dim_qk": 8}
 
@@ -254,3 +257,162 @@ def test_watching_that_went_well_leaves_nothing_to_raise() -> None:
     with recorder.watching():
         recorder.see("path", 1)
     recorder.check()
+
+
+# ------------------------------------------------------------------ quantized tensors and quantizers
+
+ENGINE = get_engine("reference")
+SEAM: dict[str, Any] = ENGINE.seam()
+FP8: dict[str, Any] = {
+    "qkv_layout": "bshd_bshd_bshd", "dtype": "bf16", "batch_size": 2, "max_seqlen_q": 128, "max_seqlen_kv": 128,
+    "head_dim_qk": 32, "head_dim_v": 32,
+}  # fmt: skip
+
+
+def start_fp8(recipe: str = "delayed", **changes: Any) -> Recorder:
+    inputs = build(Case(**{**FP8, "fp8_recipe": recipe, **changes}))
+    return Recorder(inputs, inputs.fresh(engine=ENGINE), padding_defined=True, kinds=Kinds.of(SEAM))
+
+
+def named(recorder: Recorder) -> dict[str, Any]:
+    assert recorder.live.quantizers is not None
+    return recorder.live.quantizers.named()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_quantized_input_is_known_by_its_parts_whatever_object_carries_them(recipe: str) -> None:
+    recorder = start_fp8(recipe, fp8_input=True)
+    q = recorder.live.tensors["q"]
+    assert recorder.meaning(q) == recorder.meaning(q.detach()) == "input q"
+    assert recorder.meaning(recorder.live.tensors["k"]) == "input k"
+    first = next(iter(parts(q)))
+    assert recorder.meaning(parts(q)[first]) == f"{first} of input q"
+    assert recorder.meaning(q.detach().clone()) == "fresh"
+
+
+def test_a_quantized_tensor_is_recorded_by_class_dtypes_parts_and_whose_quantizer_it_has() -> None:
+    recorder = start_fp8(fp8_input=True)
+    recorder.see("given", recorder.live.tensors["q"])
+    made = named(recorder)["O"](torch.ones(2, 4, dtype=torch.bfloat16))
+    recorder.see("made", made)
+    seen = recorder.observation
+    header = seen["made"]
+    assert isinstance(header, Array)
+    assert (header.dtype, header.shape, header.meaning, header.data) == (
+        "bfloat16 as Float8Tensor E4M3", (2, 4), "fresh", None
+    )  # fmt: skip
+    quantizer = seen["made/quantizer"]
+    assert isinstance(quantizer, Plain)
+    assert isinstance(quantizer.value, dict)
+    assert (quantizer.type, quantizer.value["is"]) == ("Float8Quantizer", "a copy of the caller's O")
+    data = seen["made/data"]
+    assert isinstance(data, Array)
+    assert torch.equal(data.data, parts(made)["data"])
+    given = seen["given/data"]
+    assert isinstance(given, Array)
+    assert (given.meaning, given.data) == ("data of input q", None)
+    assert list(seen) == [
+        *("given", "given/quantizer", "given/data", "given/scale_inv"),
+        *("made", "made/quantizer", "made/data", "made/transpose", "made/scale_inv"),
+    ]
+
+
+def test_parts_that_were_written_to_are_recorded_with_their_bytes() -> None:
+    recorder = start_fp8(fp8_input=True)
+    parts(recorder.live.tensors["q"])["data"].view(-1)[0] ^= 1
+    recorder.see("q", recorder.live.tensors["q"])
+    data = recorder.observation["q/data"]
+    assert isinstance(data, Array)
+    assert data.data is not None
+
+
+def test_a_quantized_result_is_known_again_part_by_part_and_no_longer_itself_once_written_to() -> None:
+    recorder = start_fp8()
+    made = named(recorder)["O"](torch.ones(2, 4, dtype=torch.bfloat16))
+    recorder.name(made, made_by("fused_attn_fwd", "output"))
+    assert recorder.meaning(made.detach()) == "output of fused_attn_fwd"
+    assert recorder.meaning(parts(made)["scale_inv"]) == "scale_inv of output of fused_attn_fwd"
+    assert is_kernel_result(recorder.array(made).describe())
+    parts(made)["data"].view(-1)[0] ^= 1
+    assert not is_kernel_result(recorder.array(made).describe())
+
+
+def test_a_quantizer_is_the_callers_a_copy_of_it_or_another() -> None:
+    recorder = start_fp8("hybrid")
+    s = named(recorder)["S"]
+    assert recorder.whose(s) == "the caller's S"
+    copy = s.copy()
+    assert recorder.whose(copy) == "a copy of the caller's S"
+    copy.scale = s.scale.clone()
+    assert recorder.whose(copy) == "a copy of the caller's S"
+    copy.amax = named(recorder)["dP"].amax
+    copy.scale = s.scale
+    assert recorder.whose(copy) == "a copy of the caller's S and dP"
+    assert recorder.whose(ENGINE.quantizer("delayed", "E4M3")) == "another"
+    assert recorder.whose(named(recorder)["QKV"]) == "the caller's QKV"
+    assert recorder.whose(named(recorder)["QKV"].copy()) == "another"
+    assert recorder.live.quantizers is not None
+    assert recorder.whose(recorder.live.quantizers.lists["scaling_fwd"][0]) == "the caller's scaling_fwd[0]"
+
+
+def test_what_a_copy_of_a_quantizer_shares_with_the_callers_is_told_with_its_values_and_settings() -> None:
+    recorder = start_fp8()
+    s = named(recorder)["S"]
+    copy = s.copy()
+    copy.scale = s.scale.clone()
+    copy.internal = True
+    recorder.see("own", s)
+    recorder.see("copy", copy)
+    s.scale.mul_(2)
+    seen = recorder.observation
+    arrays = {path: value for path in seen if isinstance(value := seen[path], Array)}
+    assert {path: array.meaning for path, array in arrays.items()} == {
+        "own/scale": "scale of S", "own/amax": "amax of S", "copy/scale": "fresh", "copy/amax": "amax of S",
+    }  # fmt: skip
+    assert torch.equal(arrays["own/scale"].data * 2, s.scale)
+    settings = [value.value["internal"] for path in ("own", "copy")
+                if isinstance(value := seen[path], Plain) and isinstance(value.value, dict)]  # fmt: skip
+    assert settings == [False, True]
+
+
+def test_a_list_of_pairs_is_recorded_down_to_the_tensors() -> None:
+    recorder = start_fp8("mxfp8")
+    recorder.see("pairs", [(torch.ones(1), named(recorder)["dO"])])
+    assert {"pairs/0/0", "pairs/0/1", "pairs/length", "pairs/0/length"} == set(recorder.observation)
+
+
+def test_without_the_classes_of_a_seam_nothing_is_quantized() -> None:
+    assert Kinds.of({}) == Kinds()
+    assert not start().is_quantized(torch.ones(1))
+
+
+# ------------------------------------------------------------------ passes
+
+
+def test_what_a_later_pass_records_and_makes_has_its_number_in_path_and_name() -> None:
+    recorder = start()
+    first = recorder.live.tensors["q"]
+    recorder.see("output/0", first)
+    recorder.turn_to(recorder.inputs, recorder.inputs.fresh(), 2)
+    recorder.admit()
+    recorder.see("output/0", recorder.live.tensors["q"])
+    recorder.see("output", 1)
+    result = torch.ones(1)
+    recorder.name(result, made_by("fused_attn_fwd", "output"))
+    assert list(recorder.observation) == ["output/0", "output/pass 2/0", "output/pass 2"]
+    assert recorder.meaning(first) == "input q"
+    assert recorder.meaning(recorder.live.tensors["q"]) == "input q of pass 2"
+    assert recorder.meaning(recorder.live.tensors["q"][0]) == "view of buffer q of pass 2 at 0"
+    assert recorder.meaning(result) == "output of fused_attn_fwd of pass 2"
+    assert is_kernel_result(recorder.array(result).describe())
+
+
+def test_nothing_is_named_or_held_where_holding_is_off() -> None:
+    recorder = start()
+    recorder.holding = False
+    result = torch.ones(3)
+    gone = weakref.ref(result)
+    recorder.name(result, "result")
+    assert recorder.meaning(result) == "fresh"
+    del result
+    assert gone() is None

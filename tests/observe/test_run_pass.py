@@ -12,7 +12,7 @@ from harness.case import DIFFERENTIABLE, Case
 from harness.compare import compare
 from harness.engines.api import get_engine
 from harness.inputs import build
-from harness.observe import run_pass
+from harness.observe import results, run_pass
 from harness.observe import seam as seam_module
 from harness.observe.recorder import HarnessFault
 from harness.observe.run_pass import normalise, observe
@@ -190,8 +190,8 @@ class Careless(type(ENGINE)):  # type: ignore[misc]
     garbage = 0.0
     wrong_row: int | None = None
 
-    def seam(self) -> dict[str, object]:
-        names = super().seam()
+    def seam(self, *, offload_v1: bool = False) -> dict[str, object]:
+        names = super().seam(offload_v1=offload_v1)
         forward: Any = names["fused_attn_fwd"]
 
         @functools.wraps(forward)
@@ -269,12 +269,11 @@ def test_a_paged_case_has_both_tables_in_its_call(qkv_layout: str) -> None:
 
 WATCHING = (
     (seam_module, "_see_call"),
-    (seam_module, "_name_results"),
-    (seam_module, "_name_gradients"),
+    (seam_module, "made_by"),
     (seam_module, "_see_aux"),
-    (run_pass, "_see_outputs"),
-    (run_pass, "_see_saved"),
-    (run_pass, "_tensors_in"),
+    (results, "see_outputs"),
+    (results, "see_saved"),
+    (results, "tensors_in"),
 )
 
 

@@ -186,3 +186,114 @@ def test_an_odd_result_of_the_forward_kernel_reaches_the_subject_as_it_is(result
     watched = seam()
     with watched.attached(recorder()):
         assert watched.names["fused_attn_fwd"](result) is result  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------ FP8, silence, passes
+
+ENGINE = get_engine("reference")
+FP8_CASE = Case(fp8_recipe="delayed", max_seqlen_q=128, max_seqlen_kv=128, head_dim_qk=32, head_dim_v=32)
+
+
+def fp8() -> tuple[WatchedSeam, Recorder, dict[str, Any]]:
+    watched, inputs = WatchedSeam(ENGINE.seam()), build(FP8_CASE)
+    live = inputs.fresh(engine=ENGINE)
+    assert live.quantizers is not None
+    return watched, Recorder(inputs, live, padding_defined=True, kinds=watched.kinds), live.quantizers.named()
+
+
+@pytest.mark.parametrize("method", ["__call__", "quantize"])
+def test_the_call_of_a_quantizer_is_recorded_once_however_it_is_called_and_its_result_named(method: str) -> None:
+    watched, now, quantizers = fp8()
+    with watched.attached(now):
+        made = getattr(quantizers["dO"], method)(now.live.output_grad)
+        again = getattr(quantizers["O"], method)(now.live.output_grad)
+    seen_ = now.observation
+    assert seen_["calls/sequence"] == Plain("list", ["quantize", "quantize"])
+    whose = seen_["call/quantize/0/quantizer"]
+    assert isinstance(whose, Plain)
+    assert isinstance(whose.value, dict)
+    assert whose.value["is"] == "the caller's dO"
+    tensor = seen_["call/quantize/0/tensor"]
+    assert isinstance(tensor, Array)
+    assert tensor.meaning == "gradient of the output"
+    assert now.meaning(made) == "result of quantize"
+    assert now.meaning(again) == "result of quantize call 1"
+
+
+def test_the_classes_of_the_quantizers_are_what_they_were_once_the_recorder_is_let_go() -> None:
+    watched, now, quantizers = fp8()
+    before = [{name: id(item) for name, item in vars(cls).items()} for cls in watched.kinds.quantizers]
+    with pytest.raises(AttributeError), watched.attached(now):
+        quantizers["O"](None)
+    assert [{name: id(item) for name, item in vars(cls).items()} for cls in watched.kinds.quantizers] == before
+
+
+def test_what_a_function_of_the_seam_calls_itself_is_not_recorded_and_its_results_are_named() -> None:
+    watched, now, quantizers = fp8()
+    tensors = [now.live.tensors[name].detach() for name in "qkv"]
+    with watched.attached(now):
+        call: Any = watched.names["combine_and_quantize"]
+        q, k, v, *_ = call(FP8_CASE.qkv_layout, *tensors, quantizers["QKV"])
+        back: Any = watched.names["combine_and_dequantize"]
+        plain_ = back(FP8_CASE.qkv_layout, q, k, v)
+    assert now.observation["calls/sequence"] == Plain("list", ["combine_and_quantize", "combine_and_dequantize"])
+    assert [now.meaning(item) for item in (q, k, v)] == [f"{name} of combine_and_quantize" for name in "qkv"]
+    assert [now.meaning(item) for item in plain_] == [f"{name} of combine_and_dequantize" for name in "qkv"]
+    assert "call/combine_and_dequantize/0/q_fp8/data" in now.observation
+
+
+def test_printing_quantizers_is_recorded_by_whose_they_are_and_without_their_values() -> None:
+    watched, now, quantizers = fp8()
+    with watched.attached(now):
+        watched.names["print_quantizers"]("label", 1, *quantizers.values())  # type: ignore[operator]
+    paths = [path for path in now.observation if path.startswith("call/print_quantizers/0/")]
+    assert len(paths) == 2 + len(quantizers)
+    assert all(isinstance(now.observation[path], Plain) for path in paths)
+
+
+def test_a_silent_block_is_not_recorded_and_recording_goes_on_after_it() -> None:
+    watched, now = seam(), recorder()
+    call: Any = watched.names["nvtx_range_push"]
+    with watched.attached(now):
+        call("before")
+        with pytest.raises(ValueError, match="too deep"), watched.silent():
+            call("hidden", -1)
+        call("after")
+    assert now.observation["calls/sequence"] == Plain("list", ["nvtx_range_push", "nvtx_range_push"])
+    assert now.observation["call/nvtx_range_push/1/msg"] == Plain("str", "after")
+
+
+def test_calls_are_counted_and_ordered_pass_by_pass() -> None:
+    watched, now = seam(), recorder()
+    call: Any = watched.names["nvtx_range_push"]
+    with watched.attached(now):
+        call("first")
+        now.turn_to(now.inputs, now.live, 2)
+        call("second")
+        now.turn_to(now.inputs, now.live, 1)
+        call("third")
+    assert now.observation["call/nvtx_range_push/1/msg"] == Plain("str", "third")
+    assert now.observation["call/pass 2/nvtx_range_push/0/msg"] == Plain("str", "second")
+    assert now.observation["calls/sequence"] == Plain("list", ["nvtx_range_push"] * 2)
+    assert now.observation["calls/pass 2/sequence"] == Plain("list", ["nvtx_range_push"])
+
+
+def test_memory_that_flash_attention_is_to_write_to_is_recorded_without_what_lay_there() -> None:
+    written: list[Any] = []
+
+    def compiled(*args: Any) -> list[Any]:
+        written.extend(args[6:9])
+        return [*args[6:9], None]
+
+    watched, now = seam(flash_attn_cuda_bwd=compiled), recorder()
+    tensors = [torch.full((2,), float(number)) for number in range(9)]
+    with watched.attached(now):
+        watched.names["flash_attn_cuda_bwd"](*tensors, *range(10))  # type: ignore[operator]
+    for name, tensor in zip(("dq", "dk", "dv"), written, strict=True):
+        value = now.observation[f"call/flash_attn_cuda_bwd/0/{name}"]
+        assert isinstance(value, Array)
+        assert value.data is None
+        assert now.meaning(tensor) == f"{name} of flash_attn_cuda_bwd"
+    other = now.observation["call/flash_attn_cuda_bwd/0/softmax_lse"]
+    assert isinstance(other, Array)
+    assert other.data.tolist() == [5, 5]

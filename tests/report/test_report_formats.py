@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -17,7 +18,7 @@ import pytest
 from made_up import JOURNALS, Event, difference, end, packed, ran, start, write
 from rich.console import Console
 
-from harness.case import Case
+from harness.case import SCHEMA, Case
 from harness.execute.journal import JournalError
 from harness.judge import empty_counts
 from harness.report import FORMATS, ReportError, junit, markdown, summarise, write_reports
@@ -36,13 +37,23 @@ from harness.report.describe import (
 from harness.report.terminal import print_results
 
 
+@functools.cache
+def _summarised(journal: str) -> dict[str, Any]:
+    return summarise(json.loads(journal), "out")
+
+
+def summarised(events: list[Event]) -> dict[str, Any]:
+    """Return the results of a journal, made once for each; they are only read."""
+    return _summarised(json.dumps(events))
+
+
 def rendered(name: str, events: list[Event]) -> str:
-    return FORMATS[name].render(summarise(events, "out"), events)
+    return FORMATS[name].render(summarised(events), events)
 
 
 def terminal(events: list[Event], width: int = 80, **options: Any) -> str:
     file = io.StringIO()
-    print_results(summarise(events, "out"), Console(file=file, width=width, **options))
+    print_results(summarised(events), Console(file=file, width=width, **options))
     return file.getvalue()
 
 
@@ -141,7 +152,7 @@ def test_reports_start_without_torch() -> None:
 )
 def test_every_format_leads_with_the_same_verdict(name: str, words: str) -> None:
     events = JOURNALS[name]()
-    results = summarise(events, "out")
+    results = summarised(events)
     assert headline(results) == words
     assert flat(terminal(events)).startswith(f" {VERDICT_SIGNS[results['verdict']]} {words}")
     assert rendered("markdown", events).startswith(f"# {VERDICT_SIGNS[results['verdict']]} {words}\n")
@@ -167,7 +178,7 @@ def test_every_format_shows_what_was_not_checked_with_the_reason() -> None:
 
 def test_every_format_replays_the_failing_cases() -> None:
     events = made_up.different()
-    for item in summarise(events, "out")["smallest"]:
+    for item in summarised(events)["smallest"]:
         assert item["replay"] == f"harness replay {item['case_id']} --run out"
         for text in (terminal(events), rendered("markdown", events), Page(rendered("html", events)).text):
             assert item["replay"] in text
@@ -413,7 +424,8 @@ def test_a_case_is_described_by_what_is_special_about_it() -> None:
     assert describe_case(case.to_dict()) == (
         "qkv_layout=sbh3d window_size=[4,0] attn_scale=0.5 is_training=false requires_grad=[]"
     )
-    assert describe_case({"schema": 2, "new": "a\nb"}) == "schema=2 new=a\\nb"
+    assert describe_case({"schema": SCHEMA + 1, "new": "a\nb"}) == f"schema={SCHEMA + 1} new=a\\nb"
+    assert describe_case({"schema": 1, "dropout_p": 0.5}) == "schema=1 dropout_p=0.5"
 
 
 def test_absence_is_not_none() -> None:

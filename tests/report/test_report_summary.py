@@ -37,12 +37,12 @@ def test_the_promised_keys_are_there() -> None:
     assert set(results) >= {
         "schema", "verdict", "exit_code", "reasons", "control", "candidate", "engine", "environment", "seed",
         "seconds", "started", "harness", "asked", "counts", "lanes", "layouts", "differences", "smallest", "noise",
-        "notes", "not_checked",
+        "notes", "not_checked", "origins", "coverage", "cases_asked", "run", "tables",
     }  # fmt: skip
     assert set(results["counts"]) == set(empty_counts())
     for table in ("lanes", "layouts"):
         for slice_ in results[table]:
-            assert set(slice_) == {"name", "engine", "unsupported_reasons", *empty_counts()}
+            assert set(slice_) == {"name", "engine", "verdict", "unsupported_reasons", *empty_counts()}
     for item in results["differences"]:
         assert set(item) == {
             "case_id", "case", "path", "kind", "control", "candidate", "message", "distance", "replay",
@@ -147,13 +147,13 @@ def test_a_gap_gives_the_engines_most_frequent_reason() -> None:
     refused = [ran("unsupported", thd.replace(seed=i), reason=f"reason {min(i, 1)}") for i in range(3)]
     results = summarise([start(["sbh3d", "thd_thd_thd"]), ran(case=packed()), *refused, end()])
     gaps = not_checked(results)
-    assert gaps["layout thd_thd_thd"] == gaps["lane THD"] == "reason 1 (and 1 more)"
+    assert gaps["layout thd_thd_thd"] == gaps["lane thd"] == "reason 1 (and 1 more)"
     assert gaps["lane paged"] == "no case was drawn"
     assert gaps["layout bs3hd"] == "not asked for"
     reasons = [{"reason": "reason 1", "count": 2}, {"reason": "reason 0", "count": 1}]
     assert row(results, "layouts", "thd_thd_thd")["unsupported_reasons"] == reasons
-    assert row(results, "lanes", "THD")["unsupported_reasons"] == reasons
-    assert row(results, "lanes", "packed F16")["unsupported_reasons"] == []
+    assert row(results, "lanes", "thd")["unsupported_reasons"] == reasons
+    assert row(results, "lanes", "packed-f16")["unsupported_reasons"] == []
 
 
 def test_a_lane_and_a_layout_that_only_this_journal_knows_have_rows() -> None:

@@ -50,12 +50,6 @@ def check_format(name: str, value: str | None, *, optional: bool = False) -> Non
         raise KeyError(f"{name}={value!r} is no tensor format")
 
 
-def require_modelled(name: str, layout: str) -> None:
-    """Raise EngineUnsupported for the one known layout that is no caller's but MXFP8's own."""
-    if layout == INTERNAL_LAYOUT:
-        raise EngineUnsupported(f"{name}={layout!r}: the reference engine has no MXFP8 layout")
-
-
 def require_output_format(name: str, value: str, layout: str) -> None:
     """Raise EngineUnsupported for a known format that is no single tensor's, or is ragged where q is not.
 
@@ -89,6 +83,11 @@ def places(layout: str) -> tuple[Place, Place, Place]:
     ]
     q, k, v = found
     return q, k, v
+
+
+def heads(layout: str) -> int:
+    """Return which dimension of q, k and v counts heads, from the end: the second but for MXFP8's own layout."""
+    return -3 if layout == INTERNAL_LAYOUT else -2
 
 
 def _buffer_sizes(part: str, sizes: Mapping[str, int]) -> list[int]:

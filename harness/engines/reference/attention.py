@@ -6,6 +6,7 @@ dS = P * (dP - D) with D = rowsum(dO * O). Key and value may have fewer heads th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,19 @@ import torch
 from harness.engines.reference.masking import Mask
 
 
+def unrounded(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as they are."""
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class Softmax:
     """What enters the softmax besides q and k.
 
     ``bias`` broadcasts to [b, h, sq, skv] and is added to the scaled scores; ``offset`` [1, h, 1, 1] is one more
-    logit in every row's sum that no value belongs to; ``dropout`` [b, h, sq, skv] is 0 or 1/(1-p).
+    logit in every row's sum that no value belongs to; ``dropout`` [b, h, sq, skv] is 0 or 1/(1-p). ``round_weights``
+    and ``round_gradients`` are what is done to the probabilities, and to the gradients of the scores, before a product
+    reads them.
     """
 
     scale: float
@@ -26,6 +34,26 @@ class Softmax:
     bias: torch.Tensor | None
     offset: torch.Tensor | None
     dropout: torch.Tensor | None
+    round_weights: Callable[[torch.Tensor], torch.Tensor] = unrounded
+    round_gradients: Callable[[torch.Tensor], torch.Tensor] = unrounded
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Tensors of a backward pass as the products along tokens read them, and the output's gradient unrounded.
+
+    They differ from what the products along a head's dimension read where blocks have scales.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    grad: torch.Tensor
+    exact_grad: torch.Tensor
+
+    def kept(self, mask: Mask) -> Copies:
+        """Return the same with the padded tokens zeroed."""
+        rows, columns = mask.rows, mask.columns
+        return Copies(_keep(self.q, rows), _keep(self.k, columns), _keep(self.grad, rows), _keep(self.exact_grad, rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +113,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax)
     stats = torch.logsumexp(scores, dim=-1, keepdim=True)
     if softmax.offset is not None:
         stats = torch.logaddexp(stats, softmax.offset)
-    weights = _probabilities(scores, stats, mask.valid)
+    weights = softmax.round_weights(_probabilities(scores, stats, mask.valid))
     if softmax.dropout is not None:
         weights = weights * softmax.dropout
     output = (_fold(weights, k.shape[1]) @ v).view(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
@@ -100,24 +128,30 @@ def backward(
     grad: torch.Tensor,
     stats: torch.Tensor,
     softmax: Softmax,
+    copies: Copies | None = None,
 ) -> Gradients:
     """Compute the gradients from the saved output [b, h, sq, d_v] and statistics [b, h, sq, 1].
 
-    Padded tokens of the inputs, the output and its gradient do not enter, and their gradients are zero.
+    Padded tokens of the inputs, the output and its gradient do not enter, and their gradients are zero. ``copies``
+    are read by the products along tokens; None means the same tensors.
     """
     mask, groups = softmax.mask, k.shape[1]
     q, k, v = _keep(q, mask.rows), _keep(k, mask.columns), _keep(v, mask.columns)
     output, grad = _keep(output, mask.rows), _keep(grad, mask.rows)
+    copies = Copies(q, k, grad, grad) if copies is None else copies.kept(mask)
     weights = _probabilities(_scores(q, k, softmax), stats, mask.valid)
-    dropped = weights if softmax.dropout is None else weights * softmax.dropout
-    grad_v = _fold(dropped, groups).transpose(2, 3) @ _fold(grad, groups)
+    dropped = softmax.round_weights(weights)
+    if softmax.dropout is not None:
+        dropped = dropped * softmax.dropout
+    grad_v = _fold(dropped, groups).transpose(2, 3) @ _fold(copies.grad, groups)
     grad_weights = (_fold(grad, groups) @ v.transpose(2, 3)).view(weights.shape)
     if softmax.dropout is not None:
         grad_weights = grad_weights * softmax.dropout
-    delta = (grad * output).sum(dim=-1, keepdim=True)
+    delta = (copies.exact_grad * output).sum(dim=-1, keepdim=True)
     grad_scores = weights * (grad_weights - delta)
-    grad_q = (_fold(grad_scores, groups) @ k).view(q.shape) * softmax.scale
-    grad_k = _fold(grad_scores, groups).transpose(2, 3) @ _fold(q, groups) * softmax.scale
+    rounded = softmax.round_gradients(grad_scores)
+    grad_q = (_fold(rounded, groups) @ copies.k).view(q.shape) * softmax.scale
+    grad_k = _fold(rounded, groups).transpose(2, 3) @ _fold(copies.q, groups) * softmax.scale
     grad_offset = None
     if softmax.offset is not None:
         share = _keep(torch.exp(softmax.offset - stats), mask.rows)  # the part of each row's sum that is the offset's

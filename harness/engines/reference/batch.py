@@ -53,8 +53,8 @@ def locate(
     Raises RuntimeError as ``ragged.locate`` and ``paging.locate`` do, where the cumulative tensors differ in size, and
     for a paged layout without both page tables.
     """
-    row = LAYOUTS[layout]
-    if not row.thd and not row.paged:
+    row = LAYOUTS.get(layout)  # None for MXFP8's own, which is dense
+    if row is None or not (row.thd or row.paged):
         return _DENSE
     start_q, start_kv = sequences.starts()
     ragged.check_same_size(sequences.cu_seqlens_q, sequences.cu_seqlens_kv)

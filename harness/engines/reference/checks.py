@@ -7,16 +7,16 @@ engine does not model raises EngineUnsupported between the last two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from harness.constraints import CONSTRAINTS
 from harness.engines.reference import addressing
 from harness.engines.reference.backend import FusedAttnBackend
-from harness.engines.reference.errors import EngineUnsupported
 from harness.engines.reference.masking import MASK_TYPES
-from harness.layouts import LAYOUTS
+from harness.engines.reference.quantized import QuantizedTensorStorage
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 NO_BIAS_TENSOR = ("no_bias", "alibi")
@@ -65,7 +65,7 @@ def arguments(window_size: Any, sizes: dict[str, Any], tensors: dict[str, Any]) 
         if not isinstance(value, int):
             raise TypeError(f"{name}={value!r} is no int")
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise TypeError(f"{name} is no tensor but {type(value).__name__}")
     if not isinstance(window_size, (tuple, list)) or not all(isinstance(bound, int) for bound in window_size):
         raise TypeError(f"window_size={window_size!r} is no pair of ints")
@@ -73,15 +73,6 @@ def arguments(window_size: Any, sizes: dict[str, Any], tensors: dict[str, Any]) 
         raise RuntimeError(f"window_size={window_size!r}: two bounds, -1 meaning unbounded")
     left, right = window_size
     return left, right
-
-
-def not_fp8(chosen: FusedAttnBackend, quantizers: dict[str, Any]) -> None:
-    """Raise EngineUnsupported for what asks for FP8: the backend or any quantizer."""
-    if chosen == FusedAttnBackend.FP8:
-        raise EngineUnsupported("fused_attention_backend=FP8: the reference engine has no FP8 kernels")
-    for name, value in quantizers.items():
-        if value is not None:
-            raise EngineUnsupported(f"{name} is given: the reference engine has no FP8 kernels")
 
 
 def optional_tensors(tensors: dict[str, Any]) -> None:
@@ -93,15 +84,13 @@ def optional_tensors(tensors: dict[str, Any]) -> None:
 
 def memory(qkv_layout: str, formats: dict[str, str], dqkv_layout: str | None = None) -> None:
     """Raise EngineUnsupported for layouts and formats of the output that are known but not modelled together."""
-    addressing.require_modelled("qkv_layout", qkv_layout)
     for name, value in formats.items():
         addressing.require_output_format(name, value, qkv_layout)
     if dqkv_layout is not None:
-        addressing.require_modelled("dqkv_layout", dqkv_layout)
         addressing.require_same_kind("dqkv_layout", dqkv_layout, qkv_layout)
 
 
-def dtypes(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+def dtypes(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     """Return the one dtype of the tensors.
 
     F16, BF16, FP32 and FP64 are taken; real kernels know only the first two of these. Raises RuntimeError for
@@ -116,27 +105,18 @@ def dtypes(tensors: dict[str, torch.Tensor]) -> torch.dtype:
     return tensor.dtype
 
 
-def refusal(qkv_layout: str, attn_bias_type: str, attn_mask_type: str, dropout: float) -> str | None:
-    """Return why no kernel takes this combination, in one sentence that names the options, or None."""
-    layout, mask = LAYOUTS[qkv_layout], MASK_TYPES[attn_mask_type]
-    if attn_bias_type == "pre_scale_bias":
-        return "attn_bias_type=pre_scale_bias is not supported by any kernel"
-    if attn_bias_type == "alibi" and not mask.causal:
-        return f"attn_bias_type=alibi needs a causal mask, not attn_mask_type={attn_mask_type}"
-    if (layout.thd or layout.paged) and not mask.padding:
-        return f"qkv_layout={qkv_layout} needs a padding mask, not attn_mask_type={attn_mask_type}"
-    if layout.paged and attn_bias_type != "no_bias":
-        return f"qkv_layout={qkv_layout} takes no bias, not attn_bias_type={attn_bias_type}"
-    if layout.paged and dropout != 0.0:
-        return f"qkv_layout={qkv_layout} takes no dropout, not {dropout}"
-    return None
+def configuration(dropout: float, **options: Any) -> None:
+    """Raise RuntimeError for a combination of options that no kernel takes.
 
-
-def configuration(qkv_layout: str, attn_bias_type: str, attn_mask_type: str, dropout: float) -> None:
-    """Raise RuntimeError for a combination that no kernel takes."""
-    reason = refusal(qkv_layout, attn_bias_type, attn_mask_type, dropout)
-    if reason is not None:
-        raise RuntimeError(reason)
+    ``options`` are named as the fields of a case; what is not given constrains nothing.
+    """
+    if options["qkv_layout"] == addressing.INTERNAL_LAYOUT:  # dense, and so without constraints of its own
+        del options["qkv_layout"]
+    options["dropout_p"] = dropout
+    for constraint in CONSTRAINTS:
+        reason = constraint.refusal(options) if options.keys() >= set(constraint.fields) else None
+        if reason is not None:
+            raise RuntimeError(reason)
     if not 0.0 <= dropout < 1.0:
         raise RuntimeError(f"dropout={dropout}: a probability below 1 is needed")
 

@@ -2,122 +2,43 @@
 
 Like the kernels, they read memory by the layout string, save what backward needs in the auxiliary list, and hand the
 bias and the softmax offset back as the very objects that came in. Ragged batches and paged KV caches become dense ones
-on the way in and are taken apart again on the way out (``batch``). What is not modelled, FP8, raises EngineUnsupported
-from ``checks``.
+on the way in and are taken apart again on the way out (``batch``). Quantized tensors call for FP8 (``precision``).
 
-F16 and BF16 are computed in float32, FP32 and FP64 in float64; results are rounded once, at the end.
+F16, BF16 and FP8 are computed in float32, FP32 and FP64 in float64; results are rounded once, at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from harness.engines.reference import addressing, attention, batch, checks, masking, rng
-
-_FLOAT64_LIKE = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The checked sizes and dtypes of one call; ``compute`` is what it is computed in, ``stats`` how that is saved."""
-
-    b: int
-    h: int
-    hg: int
-    sq: int
-    skv: int
-    d: int
-    d_v: int
-    dtype: torch.dtype
-
-    @property
-    def compute(self) -> torch.dtype:
-        return torch.float64 if self.dtype in _FLOAT64_LIKE else torch.float32
-
-    @property
-    def stats(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    @property
-    def q_sizes(self) -> dict[str, int]:
-        return {"b": self.b, "s": self.sq, "h": self.h, "d": self.d}
-
-    @property
-    def k_sizes(self) -> dict[str, int]:
-        return {"b": self.b, "s": self.skv, "h": self.hg, "d": self.d}
-
-    @property
-    def v_sizes(self) -> dict[str, int]:
-        return {"b": self.b, "s": self.skv, "h": self.hg, "d": self.d_v}
-
-    @property
-    def o_sizes(self) -> dict[str, int]:
-        return {"b": self.b, "s": self.sq, "h": self.h, "d": self.d_v}
-
-    @property
-    def scores(self) -> tuple[int, int, int, int]:
-        return self.b, self.h, self.sq, self.skv
-
-    @property
-    def stats_sizes(self) -> dict[str, int]:
-        return {"b": self.b, "s": self.sq, "h": self.h, "d": 1}
-
-    def stats_shape(self, where: batch.Batch) -> tuple[int, ...]:
-        return (self.b, self.h, self.sq, 1) if where.q is None else (where.q.total, self.h, 1)
-
-    @property
-    def offset_shape(self) -> tuple[int, int, int, int]:
-        return 1, self.h, 1, 1
-
-
-def _call(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    cu_seqlens_q: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dtype: torch.dtype,
-) -> _Call:
-    """Gather the sizes; raise RuntimeError where heads or head dimensions do not fit together."""
-    call = _Call(
-        b=cu_seqlens_q.numel() - 1,
-        h=q.shape[-2],
-        hg=k.shape[-2],
-        sq=max_seqlen_q,
-        skv=max_seqlen_kv,
-        d=q.shape[-1],
-        d_v=v.shape[-1],
-        dtype=dtype,
-    )
-    if k.shape[-1] != call.d or v.shape[-2] != call.hg:
-        raise RuntimeError(
-            f"heads and head dimensions do not fit together: q {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}, "
-            f"v {tuple(v.shape[-2:])}"
-        )
-    if call.h % call.hg:
-        raise RuntimeError(f"{call.hg} key heads do not divide {call.h} query heads")
-    return call
+from harness.engines.reference import addressing, attention, batch, checks, masking, precision, rng
+from harness.engines.reference.call import Call, call_of, dropout_factors
 
 
 def _read_qkv(
-    call: _Call, layout: str, where: batch.Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: Call,
+    layout: str,
+    where: batch.Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Read q, k and v; ``columns`` says for which of them a product along tokens is what reads it."""
     place_q, place_k, place_v = addressing.places(layout)
     return (
-        batch.read("q", q, place_q.part, call.q_sizes, where.q, call.compute),
-        batch.read("k", k, place_k.part, call.k_sizes, where.k, call.compute),
-        batch.read("v", v, place_v.part, call.v_sizes, where.v, call.compute),
+        precision.read("q", q, place_q.part, call.q_sizes, where.q, call.compute, columns=columns[0]),
+        precision.read("k", k, place_k.part, call.k_sizes, where.k, call.compute, columns=columns[1]),
+        precision.read("v", v, place_v.part, call.v_sizes, where.v, call.compute, columns=columns[2]),
     )
 
 
 def _mask(
-    call: _Call,
+    call: Call,
     attn_mask_type: str,
     window: tuple[int, int],
     bottom_right_diagonal: bool | None,
@@ -131,7 +52,7 @@ def _mask(
 
 
 def _bias(
-    call: _Call, attn_bias_type: str, attn_bias: torch.Tensor | None, mask: masking.Mask, name: str
+    call: Call, attn_bias_type: str, attn_bias: torch.Tensor | None, mask: masking.Mask, name: str
 ) -> torch.Tensor | None:
     """Return what is added to the scaled scores, broadcastable to [b, h, sq, skv], or None."""
     if attn_bias_type == "alibi":
@@ -144,7 +65,7 @@ def _bias(
 
 
 def _offset(
-    call: _Call, softmax_type: str, offset: torch.Tensor | None, device: torch.device, name: str
+    call: Call, softmax_type: str, offset: torch.Tensor | None, device: torch.device, name: str
 ) -> torch.Tensor | None:
     """Return the extra logit of each head [1, h, 1, 1], or None; off-by-one without a tensor is an offset of zero."""
     if softmax_type == "vanilla":
@@ -155,11 +76,34 @@ def _offset(
     return addressing.flat(name, offset, call.compute)
 
 
-def _dropout(call: _Call, rng_state: torch.Tensor, dropout: float) -> torch.Tensor | None:
-    """Return the factors that dropout puts on the probabilities: 0 or 1/(1-p), [b, h, sq, skv]."""
-    if dropout == 0.0:
-        return None
-    return rng.keep_mask(rng_state, call.scores, dropout).to(call.compute) / (1.0 - dropout)
+def _kind(tensors: Mapping[str, Any], fake_dtype: Any) -> tuple[str, torch.dtype]:
+    """Return which kernel the tensors call for, and their dtype or the nominal one."""
+    kind = precision.kind(tensors)
+    return kind, checks.dtypes(tensors) if kind == precision.PLAIN else precision.nominal(fake_dtype)
+
+
+def _options(
+    kind: str,
+    qkv_layout: str,
+    attn_bias_type: str,
+    attn_mask_type: str,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    q: torch.Tensor,
+    v: torch.Tensor,
+) -> dict[str, Any]:
+    """Return what a call says of its configuration, named as the fields of a case."""
+    return {
+        "qkv_layout": qkv_layout,
+        "attn_bias_type": attn_bias_type,
+        "attn_mask_type": attn_mask_type,
+        "fp8_recipe": kind,
+        "fp8_input": kind != precision.PLAIN,  # here every tensor of an FP8 call is quantized already
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "head_dim_qk": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+    }
 
 
 def fused_attn_fwd(
@@ -209,10 +153,13 @@ def fused_attn_fwd(
     at row ``cu_seqlens_*_padded[i]`` if both padded tensors are given, else at ``cu_seqlens_*[i]``; where q, k and v
     share a buffer, k and v start where q does. A sequence longer than its ``max_seqlen`` is refused there, and cut
     in a dense tensor. A paged K is read by ``page_table_k`` alone, a paged V by ``page_table_v``. ``fast_zero_fill``,
-    and for other layouts the padded tensors and page tables, have no effect.
+    ``qkv_scale_inv_format``, and for other layouts the padded tensors and page tables, have no effect.
 
-    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says. Source: the wrapper
-    around TransformerEngine's ``tex.fused_attn_fwd``.
+    Quantized q, k and v call for FP8, whatever the backend; that only settles how far the generator advances. Then the
+    amax of ``s_quantizer`` grows, and O is quantized where ``o_quantizer`` is a Float8Quantizer, whose amax grows too.
+
+    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` and ``precision`` say.
+    Source: the wrapper around TransformerEngine's ``tex.fused_attn_fwd``.
     """
     if attn_scale is None:
         attn_scale = 1.0 / math.sqrt(q.shape[-1])
@@ -222,7 +169,6 @@ def fused_attn_fwd(
     addressing.check_format("o_format", o_format)
     addressing.check_format("qkv_scale_inv_format", qkv_scale_inv_format, optional=True)
     checks.strings(attn_bias_type, attn_mask_type, softmax_type)
-    checks.not_fp8(backend, {"s_quantizer": s_quantizer, "o_quantizer": o_quantizer})
     window = checks.arguments(
         window_size,
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
@@ -237,12 +183,17 @@ def fused_attn_fwd(
         }
     )
     checks.memory(qkv_layout, {"o_format": o_format})
-    dtype = checks.dtypes({"q": q, "k": k, "v": v})
-    checks.configuration(qkv_layout, attn_bias_type, attn_mask_type, dropout)
+    kind, dtype = _kind({"q": q, "k": k, "v": v}, fake_dtype)
+    precision.check_quantizers(kind, {"s_quantizer": s_quantizer}, {"o_quantizer": o_quantizer})
+    checks.configuration(
+        dropout,
+        **_options(kind, qkv_layout, attn_bias_type, attn_mask_type, max_seqlen_q, max_seqlen_kv, q, v),
+        return_max_logit=return_max_logit,
+    )
     if softmax_type == "learnable" and softmax_offset is None:
         raise RuntimeError("softmax_type='learnable' needs softmax_offset, which is None")
 
-    call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
+    call = call_of(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype, addressing.heads(qkv_layout))
     used_bias = None if attn_bias_type in checks.NO_BIAS_TENSOR else attn_bias
     used_offset = None if softmax_type == "vanilla" else softmax_offset
     sequences = batch.Sequences(
@@ -250,14 +201,18 @@ def fused_attn_fwd(
     )
     where = batch.locate(qkv_layout, sequences, q, k, v, (call.sq, call.skv))
     mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
-    read_q, read_k, read_v = _read_qkv(call, qkv_layout, where, q, k, v)
+    read_q, read_k, read_v = _read_qkv(call, qkv_layout, where, q, k, v, (False, False, True))
     bias = _bias(call, attn_bias_type, used_bias, mask, "attn_bias")
     offset = _offset(call, softmax_type, used_offset, q.device, "softmax_offset")
-    rng_state = rng.draw(rng_gen, q.device)  # last of what can fail: a refused call leaves the generator alone
-    factors = _dropout(call, rng_state, dropout if is_training else 0.0)
-    result = attention.forward(read_q, read_k, read_v, attention.Softmax(attn_scale, mask, bias, offset, factors))
+    # Last of what can fail: a refused call leaves the generator alone, and the amax of the quantizers.
+    rng_state = rng.draw(rng_gen, q.device, rng.advance(backend, max_seqlen_q))
+    factors = dropout_factors(call, rng_state, dropout if is_training else 0.0)
+    rounded = precision.rounding(s_quantizer, record=True)
+    result = attention.forward(
+        read_q, read_k, read_v, attention.Softmax(attn_scale, mask, bias, offset, factors, rounded)
+    )
 
-    output = addressing.write(batch.unpad(result.output, where.q), o_format, call.dtype)
+    output = precision.keep_output(batch.unpad(result.output, where.q), o_format, call.dtype, o_quantizer)
     no_key = -torch.inf if offset is None else offset.view(1, -1, 1)
     aux = [batch.unpad(result.stats, where.q, no_key).to(call.stats), rng_state]
     aux += [tensor for tensor in (used_bias, used_offset) if tensor is not None]
@@ -306,20 +261,25 @@ def fused_attn_bwd(
     Returns five entries: dq, dk, dv in ``dqkv_layout``, d_bias in q's dtype or None, d_softmax_offset fp32 (fp64 for
     fp64 inputs) [1, h, 1, 1] or None. All are fresh; interleaved layouts get strided views of one buffer. The softmax
     statistics come from aux[0], the dropout mask from aux[1] whenever ``dropout`` is not 0, the bias from aux[2], the
-    softmax offset from the last entry. No generator is touched. Sizes, strides and the starts of sequences are found as
+    softmax offset from the last entry; with MXFP8 one more entry follows, O's gradient in high precision, and must be
+    there. No generator is touched. Sizes, strides and the starts of sequences are found as
     in forward; gradients of ragged tensors are [t, h, d] and zero in all rows that are no sequence's.
 
     Two oddities of the real kernels are kept. d_bias takes the shape of the last auxiliary entry: with a softmax
     offset there, it is zeros of the offset's shape. And no kernel writes the d_bias of a [1, 1, 1, skv] bias, whose
     buffer is uninitialized there and NaN here, so that nobody can rely on it; where q is ragged it is zeroed before.
 
-    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` says; RuntimeError also
-    for a paged layout and for auxiliary tensors that are missing or of the wrong kind. Source: the wrapper around
-    TransformerEngine's ``tex.fused_attn_bwd``.
+    Quantized q, k and v call for FP8. Then the amax of ``dp_quantizer`` grows; dq, dk and dv are quantized where
+    ``dqkv_quantizer`` is a Float8Quantizer, share its scale, and let its amax grow. O may be quantized or, where the
+    gradients are not, in high precision.
+
+    Raises ValueError, KeyError, TypeError, RuntimeError and EngineUnsupported as ``checks`` and ``precision`` say;
+    RuntimeError also for a paged layout and for auxiliary tensors that are missing or of the wrong kind. Source: the
+    wrapper around TransformerEngine's ``tex.fused_attn_bwd``.
     """
     if attn_scale is None:
         attn_scale = 1.0 / math.sqrt(q.shape[-1])
-    backend = checks.backend(fused_attention_backend)
+    checks.backend(fused_attention_backend)
     if len(aux_ctx_tensors) < 1:
         raise ValueError("aux_ctx_tensors is empty; it must hold at least the softmax statistics and rng_state")
     for name, layout in (("qkv_layout", qkv_layout), ("dqkv_layout", dqkv_layout)):
@@ -329,9 +289,6 @@ def fused_attn_bwd(
     addressing.check_format("qkv_scale_inv_format", qkv_scale_inv_format, optional=True)
     addressing.check_format("do_scale_inv_format", do_scale_inv_format, optional=True)
     checks.strings(attn_bias_type, attn_mask_type, softmax_type)
-    checks.not_fp8(
-        backend, {"s_quantizer": s_quantizer, "dp_quantizer": dp_quantizer, "dqkv_quantizer": dqkv_quantizer}
-    )
     window = checks.arguments(
         window_size,
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
@@ -343,37 +300,59 @@ def fused_attn_bwd(
         if layout.startswith(addressing.PAGED):
             raise RuntimeError(f"{name}={layout!r}: QKV layout not supported, a paged KV cache has no backward")
     checks.memory(qkv_layout, {"o_format": o_format, "do_format": do_format}, dqkv_layout)
-    dtype = checks.dtypes({"q": q, "k": k, "v": v, "o": o, "d_o": d_o})
-    checks.configuration(qkv_layout, attn_bias_type, attn_mask_type, dropout)
+    kind, dtype = _kind({"q": q, "k": k, "v": v}, fake_dtype)
+    precision.check_quantizers(
+        kind, {"s_quantizer": s_quantizer, "dp_quantizer": dp_quantizer}, {"dqkv_quantizer": dqkv_quantizer}
+    )
+    precision.check_gradient(kind, o, d_o, dqkv_quantizer, aux_ctx_tensors)
+    if kind == precision.PLAIN:
+        checks.dtypes({"q": q, "o": o, "d_o": d_o})
+    checks.configuration(
+        dropout, **_options(kind, qkv_layout, attn_bias_type, attn_mask_type, max_seqlen_q, max_seqlen_kv, q, v)
+    )
 
-    call = _call(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype)
+    call = call_of(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, q, k, v, dtype, addressing.heads(qkv_layout))
     sequences = batch.Sequences(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     where = batch.locate(qkv_layout, sequences, q, k, v, (call.sq, call.skv))
-    stats, rng_state, aux_bias, aux_offset = _unpack_aux(call, where, aux_ctx_tensors, attn_bias_type, softmax_type)
+    exact_grad = aux_ctx_tensors[-1] if kind == precision.MXFP8 else None
+    aux = aux_ctx_tensors if exact_grad is None else aux_ctx_tensors[:-1]
+    stats, rng_state, aux_bias, aux_offset = _unpack_aux(call, where, aux, attn_bias_type, softmax_type)
     mask = _mask(call, attn_mask_type, window, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv)
-    read_q, read_k, read_v = _read_qkv(call, qkv_layout, where, q, k, v)
     bias = _bias(call, attn_bias_type, aux_bias, mask, "aux_ctx_tensors[2]")
     offset = _offset(call, softmax_type, aux_offset, q.device, "aux_ctx_tensors[-1]")
+
+    def read_o(name: str, tensor: Any, fmt: str, columns: bool = False) -> torch.Tensor:
+        return precision.read(name, tensor, fmt, call.o_sizes, where.q, call.compute, columns=columns)
+
+    copies = None
+    if exact_grad is not None:
+        by_columns = _read_qkv(call, qkv_layout, where, q, k, v, (True, True, False))
+        copies = attention.Copies(
+            *by_columns[:2], read_o("d_o", d_o, do_format, True), read_o("aux_ctx_tensors[-1]", exact_grad, do_format)
+        )
+    softmax = attention.Softmax(
+        attn_scale, mask, bias, offset, dropout_factors(call, rng_state, dropout),
+        precision.rounding(s_quantizer, record=False), precision.rounding(dp_quantizer, record=True),
+    )  # fmt: skip
     grads = attention.backward(
-        read_q,
-        read_k,
-        read_v,
-        batch.read("o", o, o_format, call.o_sizes, where.q, call.compute),
-        batch.read("d_o", d_o, do_format, call.o_sizes, where.q, call.compute),
+        *_read_qkv(call, qkv_layout, where, q, k, v, (False, False, False)),
+        read_o("o", o, o_format),
+        read_o("d_o", d_o, do_format),
         batch.read("aux_ctx_tensors[0]", stats, addressing.CANONICAL, call.stats_sizes, where.q, call.compute),
-        attention.Softmax(attn_scale, mask, bias, offset, _dropout(call, rng_state, dropout)),
+        softmax,
+        copies,
     )
 
     results: list[torch.Tensor | None] = []
     unpadded = [batch.unpad(*pair) for pair in ((grads.q, where.q), (grads.k, where.k), (grads.v, where.v))]
-    results += addressing.write_packed(unpadded, dqkv_layout, call.dtype)
+    results += precision.keep_gradients(unpadded, dqkv_layout, call.dtype, dqkv_quantizer)
     results.append(None if aux_bias is None else _d_bias(call, where, grads.scores, aux_bias, aux_ctx_tensors[-1]))
     results.append(None if grads.offset is None else grads.offset.to(call.stats))
     return results
 
 
 def _unpack_aux(
-    call: _Call, where: batch.Batch, aux: Sequence[torch.Tensor], attn_bias_type: str, softmax_type: str
+    call: Call, where: batch.Batch, aux: Sequence[torch.Tensor], attn_bias_type: str, softmax_type: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return statistics, rng_state, bias and softmax offset; raise RuntimeError where one is missing or another thing.
 
@@ -396,7 +375,7 @@ def _unpack_aux(
 
 
 def _d_bias(
-    call: _Call, where: batch.Batch, grad_scores: torch.Tensor, bias: torch.Tensor, last: torch.Tensor
+    call: Call, where: batch.Batch, grad_scores: torch.Tensor, bias: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
     """Return the bias's gradient in the shape of the last auxiliary entry, with the oddities that backward keeps."""
     if last.shape != bias.shape:

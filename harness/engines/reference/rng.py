@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from harness.engines.reference.backend import FusedAttnBackend
+
 F16_ADVANCE = 16  # what one F16 forward takes from the generator
 _WORD = (1 << 64) - 1
 
@@ -19,6 +21,16 @@ def default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def advance(backend: FusedAttnBackend, max_seqlen_q: int) -> int:
+    """Return what one forward takes from the generator; the backend that is asked for settles it, not what runs.
+
+    The FP8 backend takes a 128th of the square of ``max_seqlen_q``, made a multiple of four.
+    """
+    if backend != FusedAttnBackend.FP8:
+        return F16_ADVANCE
+    return -(-(max_seqlen_q**2) // (128 * 4)) * 4
 
 
 def draw(generator: torch.Generator | None, device: torch.device, advance: int = F16_ADVANCE) -> torch.Tensor:

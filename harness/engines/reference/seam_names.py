@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from harness.engines.reference import dpa_utils, quantized, surroundings
+from harness.engines.reference import dpa_utils, offload, quantized, quantizers, surroundings
 from harness.engines.reference.backend import FusedAttnBackend
+from harness.engines.reference.fav2 import flash_attn_cuda_bwd
 from harness.engines.reference.kernels import fused_attn_bwd, fused_attn_fwd
 
 SEAM = MappingProxyType[str, object](
@@ -19,22 +20,22 @@ SEAM = MappingProxyType[str, object](
         "mxfp8_quantize_fast_path": dpa_utils.mxfp8_quantize_fast_path,
         "print_quantizers": dpa_utils.print_quantizers,
         "FP8GlobalStateManager": surroundings.FP8GlobalStateManager,
-        "Float8Quantizer": quantized.Float8Quantizer,
-        "Float8CurrentScalingQuantizer": quantized.Float8CurrentScalingQuantizer,
-        "MXFP8Quantizer": quantized.MXFP8Quantizer,
+        "Float8Quantizer": quantizers.Float8Quantizer,
+        "Float8CurrentScalingQuantizer": quantizers.Float8CurrentScalingQuantizer,
+        "MXFP8Quantizer": quantizers.MXFP8Quantizer,
         "QuantizedTensorStorage": quantized.QuantizedTensorStorage,
         "prepare_for_saving": quantized.prepare_for_saving,
         "restore_from_func_ctx": quantized.restore_from_func_ctx,
         "TensorOrQuantized": quantized.TensorOrQuantized,
-        "NVTE_CPU_OFFLOAD_V1": surroundings.NVTE_CPU_OFFLOAD_V1,
-        "is_cpu_offload_enabled": surroundings.is_cpu_offload_enabled,
-        "start_offload": surroundings.start_offload,
-        "mark_activation_offload": surroundings.mark_activation_offload,
-        "is_current_layer_offloaded": surroundings.is_current_layer_offloaded,
+        "NVTE_CPU_OFFLOAD_V1": False,
+        "is_cpu_offload_enabled": offload.is_cpu_offload_enabled,
+        "start_offload": offload.start_offload,
+        "mark_activation_offload": offload.mark_activation_offload,
+        "is_current_layer_offloaded": offload.is_current_layer_offloaded,
         "is_graph_capturing": surroundings.is_graph_capturing,
         "nvtx_range_push": surroundings.nvtx_range_push,
         "nvtx_range_pop": surroundings.nvtx_range_pop,
         "get_nvtx_range_context": surroundings.get_nvtx_range_context,
-        "flash_attn_cuda_bwd": surroundings.flash_attn_cuda_bwd,
+        "flash_attn_cuda_bwd": flash_attn_cuda_bwd,
     }
 )

@@ -118,14 +118,12 @@ FORWARD_ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("heads that do not divide", {"k": OTHER[:, :, :3].double(), "v": OTHER[:, :, :3].double()},
      RuntimeError, "divide"),
     ("head dimensions that differ", {"k": OTHER[..., :2].double()}, RuntimeError, "head dimensions"),
-    ("FP8 backend", {"fused_attention_backend": Backend.FP8}, EngineUnsupported, "FP8"),
-    ("FP8 quantizer", {"o_quantizer": object()}, EngineUnsupported, "o_quantizer"),
+    ("FP8 quantizer", {"o_quantizer": object()}, RuntimeError, "o_quantizer"),
     ("ragged without padding mask", {"qkv_layout": "thd_thd_thd", "o_format": "thd"}, RuntimeError, "padding mask"),
     ("paged without padding mask", {"qkv_layout": "paged_kv_bshd_bshd_bshd"}, RuntimeError, "padding mask"),
     ("starts that are no tensor", {"cu_seqlens_q_padded": [0, 5, 10]}, TypeError, "cu_seqlens_q_padded"),
     ("table that is no tensor", {"page_table_v": [[0]]}, TypeError, "page_table_v"),
     ("dense output", {"qkv_layout": "thd_thd_thd"}, EngineUnsupported, "o_format"),
-    ("MXFP8 layout", {"qkv_layout": "bhsd_bhsd_bhsd"}, EngineUnsupported, "MXFP8"),
     ("ragged output", {"o_format": "thd"}, EngineUnsupported, "o_format"),
 ]  # fmt: skip
 
@@ -171,12 +169,10 @@ BACKWARD_ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("pre-scale bias", {"attn_bias_type": "pre_scale_bias"}, RuntimeError, "pre_scale_bias"),
     ("gradients that share no buffer", {"dqkv_layout": "bs3hd", "v": OTHER[..., :2].double(),
       "o": OTHER[..., :2].double(), "d_o": OTHER[..., :2].double()}, RuntimeError, "cannot share"),
-    ("FP8 backend", {"fused_attention_backend": Backend.FP8}, EngineUnsupported, "FP8"),
-    ("FP8 quantizer", {"dp_quantizer": object()}, EngineUnsupported, "dp_quantizer"),
+    ("FP8 quantizer", {"dp_quantizer": object()}, RuntimeError, "dp_quantizer"),
     ("ragged without padding mask", {name: "thd_thd_thd" if "layout" in name else "thd" for name in
       ("qkv_layout", "dqkv_layout", "o_format", "do_format")}, RuntimeError, "padding mask"),
     ("ragged gradient layout", {"dqkv_layout": "thd_thd_thd"}, EngineUnsupported, "dqkv_layout"),
-    ("MXFP8 gradient layout", {"dqkv_layout": "bhsd_bhsd_bhsd"}, EngineUnsupported, "MXFP8"),
     ("ragged gradient", {"do_format": "thd"}, EngineUnsupported, "do_format"),
 ]  # fmt: skip
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fp8_problem import Setup, make_call, run, spied
 from reference_problem import ALL_LAYOUTS, DENSE_LAYOUTS, MASKS, SEAM
 
+from harness import constraints
 from harness.case import Case
 from harness.engines.api import Engine
-from harness.engines.reference import EngineUnsupported, ReferenceEngine
+from harness.engines.reference import ReferenceEngine, surroundings
 from harness.layouts import LAYOUTS
 
 NAMES = [
@@ -184,7 +187,7 @@ def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:
 
 
 def delayed() -> Any:
-    return SEAM["Float8Quantizer"](torch.ones(()), torch.zeros(1))
+    return ReferenceEngine().quantizer("delayed", "E4M3")
 
 
 def test_there_are_no_quantizers_without_fp8() -> None:
@@ -202,18 +205,9 @@ def test_quantizers_are_found_by_their_place_and_flagged() -> None:
     assert forward[0].columnwise_usage
 
 
-def test_mxfp8_has_no_quantizers_for_the_probabilities() -> None:
-    make = SEAM["MXFP8Quantizer"]
-    quantizers = {"scaling_fwd": [make() for _ in range(9)], "scaling_bwd": [make() for _ in range(6)]}
-    qkv, o, s, dqkv, do, dp = SEAM["dpa_utils"].get_attention_quantizers(True, quantizers)
-    assert s is None
-    assert dp is None
-    assert [q.columnwise_usage for q in (qkv, o, dqkv, do)] == [True, False, False, False]
-    assert [q.optimize_for_gemm for q in (qkv, o, dqkv, do)] == [True, False, False, True]
-
-
 def test_a_quantizer_of_another_kind_is_refused() -> None:
-    quantizers = {"scaling_fwd": [delayed() for _ in range(9)], "scaling_bwd": [object()] * 6}
+    other = type("Other", (type(delayed()).__mro__[2],), {})(delayed().dtype)
+    quantizers = {"scaling_fwd": [delayed() for _ in range(9)], "scaling_bwd": [other] * 6}
     with pytest.raises(TypeError, match="dQKV"):
         SEAM["dpa_utils"].get_attention_quantizers(True, quantizers)
 
@@ -268,32 +262,41 @@ def test_saving_works_within_autograd() -> None:
     assert tensor.grad == 6.0
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("combine_and_quantize", ("bshd_bshd_bshd", None, None, None, None)),
-        ("combine_and_dequantize", ("bshd_bshd_bshd", None, None, None)),
-        ("mxfp8_quantize_fast_path", ([], "bshd")),
-    ],
-)
-def test_fp8_says_that_it_is_not_there(name: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(EngineUnsupported, match=name):
-        SEAM[name](*arguments)
-    assert SEAM[name] is getattr(SEAM["dpa_utils"], name)
-
-
 def test_quantizers_are_printed_only_where_debugging_is_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("forward", 1, delayed(), None, None, None, None, None)
-    SEAM["print_quantizers"](*arguments)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("NVTE_DEBUG", "1")
+    def printed(label: str, layer: int = 1) -> list[str]:
+        SEAM["print_quantizers"](label, layer, delayed(), engine.quantizer("current", "E4M3"), None, *[delayed()] * 3)
+        return capsys.readouterr().out.splitlines()
+
+    engine = ReferenceEngine()
+    assert printed("forward >>") == []
+    for value in ("1", "3"):
+        monkeypatch.setenv("NVTE_DEBUG", "1")
+        monkeypatch.setenv("NVTE_DEBUG_LEVEL", value)
+        assert printed("forward >>") == []
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
-    SEAM["print_quantizers"](*arguments)
-    assert "QKV: Float8Quantizer scale=1.0 amax=[0.0]" in capsys.readouterr().out
-    SEAM["print_quantizers"]("forward", 2, *arguments[2:])
-    assert capsys.readouterr().out == ""
+    assert printed("forward >>") == [
+        "forward >> QKV_quantizer: DS, scale=1.0000e+00, amax=0.0000e+00",
+        "forward >> S_quantizer: None",
+        "forward >> O_quantizer: CS",
+    ]
+    assert [line.split(":")[0] for line in printed("backward >>")] == [
+        "backward >> dO_quantizer", "backward >> dP_quantizer", "backward >> dQKV_quantizer",
+    ]  # fmt: skip
+    assert len(printed("")) == 6
+    assert printed("forward >>", 2) == []
+    monkeypatch.setenv("NVTE_PRINT_LAYER_NUMBER", "2")
+    assert len(printed("forward >>", 2)) == 3
+
+
+def test_the_scenario_of_debug_prints_prints_the_cases_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, before = ReferenceEngine(), dict(os.environ)
+    with engine.during(Case(scenario="debug_prints", layer_number=3)):
+        SEAM["print_quantizers"]("forward", 3, *[delayed()] * 6)
+        SEAM["print_quantizers"]("forward", 1, *[delayed()] * 6)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert dict(os.environ) == before
 
 
 def test_what_is_off_says_so() -> None:
@@ -301,19 +304,74 @@ def test_what_is_off_says_so() -> None:
     assert SEAM["is_cpu_offload_enabled"]() is False
     assert SEAM["is_current_layer_offloaded"]() is False
     assert SEAM["is_graph_capturing"]() is False
-    assert SEAM["flash_attn_cuda_bwd"] is None
     assert SEAM["start_offload"](torch.zeros(1), offload_base_tensor=True) is None
     assert SEAM["mark_activation_offload"](torch.zeros(1), None) is None
     assert SEAM["nvtx_range_push"]("x") is None
     assert SEAM["nvtx_range_pop"]() is None
     assert SEAM["nvtx_range_pop"]("x") is None
+    assert surroundings.open_ranges() == ()
     with SEAM["get_nvtx_range_context"]("x"):
         pass
+
+
+def test_nvtx_ranges_nest_and_must_be_popped_by_their_label() -> None:
+    engine, push, pop = ReferenceEngine(), SEAM["nvtx_range_push"], SEAM["nvtx_range_pop"]
+    with engine.during(Case(scenario="nvtx")):
+        with pytest.raises(RuntimeError, match="no NVTX range is open"):
+            pop("a")
+        push("a")
+        push("b")
+        with SEAM["get_nvtx_range_context"]("c"):
+            assert surroundings.open_ranges() == ("a", "b")
+        pop()
+        with pytest.raises(ValueError, match="msg='b' was to be popped, and the innermost NVTX range is 'a'"):
+            pop("b")
+        push("left open")
+        with engine.during(Case(scenario="nvtx")):
+            assert surroundings.open_ranges() == ()
+            push("inner")
+        assert surroundings.open_ranges() == ("left open",)
+    assert surroundings.open_ranges() == ()
+    assert "NVTE_NVTX_ENABLED" not in os.environ
+
+
+@pytest.mark.parametrize("spec", ["legacy", "refactored"])
+def test_the_sources_leave_no_range_open_and_print_what_they_quantize_with(
+    spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ReferenceEngine().during(Case(scenario="nvtx")):
+        run(spied(spec), make_call(Setup()))
+        assert surroundings.open_ranges() == ()
+    assert capsys.readouterr().out == ""
+    with ReferenceEngine().during(Case(scenario="debug_prints")):
+        run(spied(spec), make_call(Setup()))
+    assert len(capsys.readouterr().out.splitlines()) == 12
 
 
 def test_the_recipe_is_delayed_scaling() -> None:
     recipe = SEAM["FP8GlobalStateManager"].get_fp8_recipe()
     assert (recipe.delayed(), recipe.float8_current_scaling(), recipe.mxfp8()) == (True, False, False)
+
+
+def fail_under(recipe: Any) -> None:
+    with ReferenceEngine().recipe_in_force(recipe):
+        assert SEAM["FP8GlobalStateManager"].get_fp8_recipe() is recipe
+        raise ZeroDivisionError
+
+
+def test_a_recipe_is_in_force_inside_the_block_alone_even_if_it_fails() -> None:
+    engine = ReferenceEngine()
+    before = SEAM["FP8GlobalStateManager"].get_fp8_recipe()
+    answers = {
+        kind: tuple(getattr(engine.recipe(kind, "HYBRID"), what)() for what in
+                    ("delayed", "float8_current_scaling", "mxfp8"))
+        for kind in ("delayed", "current", "hybrid", "mxfp8")
+    }  # fmt: skip
+    assert answers == {"delayed": (True, False, False), "current": (False, True, False),
+                       "hybrid": (False, True, False), "mxfp8": (False, False, True)}  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        fail_under(engine.recipe("mxfp8", "E4M3"))
+    assert SEAM["FP8GlobalStateManager"].get_fp8_recipe() is before
 
 
 def test_the_engine_is_an_engine() -> None:
@@ -353,8 +411,8 @@ PAGED = {"qkv_layout": "paged_kv_sbhd_sbhd_sbhd", "attn_mask_type": "padding", "
         (PAGED | {"attn_mask_type": "no_mask"},
          "qkv_layout=paged_kv_sbhd_sbhd_sbhd needs a padding mask, not attn_mask_type=no_mask"),
         (PAGED | {"requires_grad": ("q", "v")},
-         "qkv_layout=paged_kv_sbhd_sbhd_sbhd: paged KV has no backward, and requires_grad=q,v asks for one"),
-        (PAGED | {"dropout_p": 0.5}, "qkv_layout=paged_kv_sbhd_sbhd_sbhd takes no dropout, not 0.5"),
+         "qkv_layout=paged_kv_sbhd_sbhd_sbhd: paged KV has no backward, and requires_grad=('q', 'v') asks for one"),
+        (PAGED | {"dropout_p": 0.5}, "qkv_layout=paged_kv_sbhd_sbhd_sbhd takes no dropout, not dropout_p=0.5"),
         (PAGED | {"attn_bias_type": "post_scale_bias"},
          "qkv_layout=paged_kv_sbhd_sbhd_sbhd takes no bias, not attn_bias_type=post_scale_bias"),
         ({"attn_bias_type": "pre_scale_bias"}, "attn_bias_type=pre_scale_bias is not supported by any kernel"),
@@ -366,6 +424,14 @@ def test_an_unsupported_case_has_a_reason_of_one_sentence(changes: dict[str, Any
     assert ReferenceEngine().unsupported(case) == reason
 
 
-def test_a_case_of_fp8_is_unsupported() -> None:
-    case: Any = SimpleNamespace(**(DEFAULTS | {"fp8": True}))
-    assert "FP8" in (ReferenceEngine().unsupported(case) or "")
+def test_the_engine_refuses_by_the_table_of_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ReferenceEngine()
+    assert engine.unsupported(Case()) is None
+    assert engine.unsupported(Case(fp8_recipe="delayed")) is None
+    never = dataclasses.replace(constraints.CONSTRAINTS[0], excludes=lambda *values: True, message="planted")
+    monkeypatch.setattr(constraints, "CONSTRAINTS", (never,))
+    assert engine.unsupported(Case()) == "planted"
+
+
+def test_graph_capture_needs_cuda() -> None:
+    assert "needs CUDA" in (ReferenceEngine().unsupported(Case(scenario="graph_capture")) or "")
