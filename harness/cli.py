@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
-from harness import __version__
+from harness import __version__, terminal
 from harness.case import nearest
 from harness.engines.api import ENGINE_NAMES
-from harness.judge import EXIT_HARNESS, EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_UNVERIFIED, EXIT_USAGE
+from harness.judge import (
+    EXIT_HARNESS,
+    EXIT_UNVERIFIED,
+    EXIT_USAGE,
+    INTERRUPTED,
+    SIGNALLED,
+    STOPPED,
+    counted_as,
+    exit_code,
+)
 from harness.lanes import LANES, OUTSIDE, boxes
 from harness.layouts import LAYOUTS
 from harness.space import solve, why_impossible
 
 if TYPE_CHECKING:
-    from harness.engines.api import Engine
-    from harness.execute.campaign import Plan
-    from harness.execute.journal import Journal
-    from harness.execute.pair import Pair
+    from rich.console import Console
+    from rich.progress import Progress
+
     from harness.execute.result import CaseResult
+    from harness.subjects.source import Source
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,11 +47,16 @@ app = typer.Typer(
 
 EXIT_CODES = (
     "Exit codes: 0 neutral, 1 not neutral, 2 bad usage or input, 3 unverified (nothing executed, or a layout, lane or "
-    "coverage asked for and not reached), 4 the harness itself failed."
+    "coverage asked for and not reached), 4 the harness itself failed, 130 interrupted, 143 stopped by SIGTERM."
 )
 
-CASES = 200
-"""How many cases to execute where neither a number nor a covering set is asked for."""
+EVERY = 10.0
+"""Seconds between lines that say how far a run is, where there is no terminal for a bar."""
+
+MOST_WORKERS = 512
+
+WORKER_ERRORS = {"LoadError": EXIT_USAGE, "SliceError": EXIT_USAGE, "EngineUnavailable": EXIT_UNVERIFIED}
+"""The exit code for what a worker raises while it loads the subjects and the engine."""
 
 Spec = Annotated[str, typer.Option(metavar="SPEC")]
 CONTROL_HELP = "The implementation trusted today: legacy, refactored, te, te==VERSION, a path, or package.module:Name."
@@ -50,28 +65,31 @@ CANDIDATE_HELP = "The changed implementation; takes what --control takes."
 
 def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
     """Print one message to standard error and leave with an exit code."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"harness: {message.replace('?.', '?')}", markup=False)
+    terminal.console(stderr=True, soft_wrap=True).print(f"harness: {message.replace('?.', '?')}", markup=False)
     raise typer.Exit(code)
 
 
 @contextlib.contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn what a user can put right into one message and exit 2, and a missing engine into exit 3."""
+def clear_errors(*, writing: bool = False) -> Iterator[None]:
+    """Turn what a user can put right into one message and exit 2, a missing engine into 3, a full disk into 4."""
     from harness.case import CaseError
-    from harness.engines.api import EngineUnavailable
     from harness.execute.journal import JournalError
+    from harness.execute.pool import WorkerError
     from harness.regressions import RegressionError
     from harness.replay import ReplayError
     from harness.report import ReportError
-    from harness.subjects.slicer import SliceError
     from harness.subjects.source import SpecError
 
     try:
         yield
-    except (CaseError, JournalError, RegressionError, ReplayError, ReportError, SliceError, SpecError) as error:
+    except (CaseError, RegressionError, ReplayError, SpecError) as error:
         fail(str(error))
-    except EngineUnavailable as error:
-        fail(str(error), EXIT_UNVERIFIED)
+    except (JournalError, ReportError) as error:
+        fail(str(error), EXIT_HARNESS if isinstance(error.__cause__, OSError) and writing else EXIT_USAGE)
+    except WorkerError as error:
+        fail(str(error), WORKER_ERRORS.get(error.kind, EXIT_HARNESS))
+    except KeyboardInterrupt as error:
+        fail("interrupted", SIGNALLED[STOPPED if type(error).__name__ == "Stopped" else INTERRUPTED])
 
 
 def _check_layouts(names: list[str]) -> list[str]:
@@ -133,6 +151,13 @@ def run(
     min_coverage: Annotated[float | None, typer.Option(metavar="F", help="The part of these combinations, up to 1, "
                                                        "below which the run is unverified.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Draws every case and every tensor.")] = 0,
+    workers: Annotated[str, typer.Option("--workers", "-n", metavar="N", help="How many cases to run at once, each in "
+                                         "a process of its own; auto is one per core, or GPU.")] = "auto",
+    case_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds that a case may take. Default: 60 on "
+                                                       "the reference engine, 300 on cudnn.")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="M", help="Begin no more cases after so long.")] = None,
+    max_crashes: Annotated[int, typer.Option(metavar="N", min=1, help="Begin no more cases after so many ended or held "
+                                             "up their process.")] = 10,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the reports go. "
                                              "Default: a new folder under reports/.")] = None,
 ) -> None:  # fmt: skip
@@ -145,18 +170,37 @@ def run(
     strength = _check_strength(strength, cases, min_coverage)
     if not 0 <= seed < 2**31:
         fail(f"seed={seed} is out of range; --seed takes 0 to {2**31 - 1}")
-    with clear_errors():
-        pair, sources, chosen = _load(control, candidate, engine)
-        from harness.execute.campaign import plan
-        from harness.regressions import stored_cases
+    for name, value in (("case-timeout", case_timeout), ("minutes", minutes)):
+        if value is not None and not 0 < value < float("inf"):
+            fail(f"{name}={value} is out of range; --{name} takes a number above 0")
+    with clear_errors(writing=True):
+        from harness.run import RunSpec, Watcher, execute
 
-        folder = _new_folder(out)
-        planned = plan(
-            layouts, lanes, seed, chosen.dtypes, strength=strength, count=cases or (None if strength else CASES),
-            stored=stored_cases(), engine=chosen.name,
+        spec = RunSpec(
+            control, candidate, engine, layouts, lanes, cases, strength, min_coverage, seed, _check_workers(workers),
+            case_timeout, minutes, max_crashes,
         )  # fmt: skip
-    asked = {"layouts": layouts, "lanes": lanes, "strength": strength, "min_coverage": min_coverage}
-    raise typer.Exit(_execute(pair, sources, chosen, folder, planned, asked))
+        _stop_on_sigterm()
+        console = terminal.console()
+        progress = _Progress(console)
+        watcher = Watcher(lambda text: console.print(text, markup=False), progress.planned, progress.ended)
+        try:
+            results = execute(spec, _new_folder(out), watcher)
+        finally:
+            progress.close()
+    from harness.report.terminal import print_results
+
+    print_results(results, console)
+    raise typer.Exit(int(results["exit_code"]))
+
+
+def _check_workers(workers: str) -> int | None:
+    """Return how many workers are asked for; None where that is left open."""
+    if workers == "auto":
+        return None
+    if workers.isascii() and workers.isdecimal() and 1 <= int(workers) <= MOST_WORKERS:
+        return int(workers)
+    fail(f"workers={workers!r} is no number of workers; it takes auto, or 1 to {MOST_WORKERS}")
 
 
 def _new_folder(out: Path | None) -> Path:
@@ -179,118 +223,61 @@ def _unused(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _load(control: str, candidate: str, engine_name: str) -> tuple[Pair, dict[str, Any], Engine]:
-    from harness.engines.api import get_engine
-    from harness.subjects.source import resolve
+class _Progress:
+    """Tells how far a run is: a bar on a terminal, elsewhere a line now and then."""
 
-    sources = {"control": resolve(control), "candidate": resolve(candidate)}  # before torch: a wrong spec fails at once
-    from harness.execute.pair import Pair
-    from harness.subjects.subject import LoadError
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._size = 0
+        self._counts: dict[str, int] = {}
+        self._begin = self._last = time.monotonic()
 
-    engine = get_engine(engine_name)
-    if engine.device.type == "cpu":
-        import torch
+    def planned(self, size: int) -> None:
+        """Take in how many cases are to be executed."""
+        self._size, self._begin = size, time.monotonic()
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they bring, and order no sums anew
-    try:
-        return Pair(sources["control"], sources["candidate"], engine), sources, engine
-    except LoadError as error:
-        fail(str(error))
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
+                       TextColumn("{task.description}"))  # fmt: skip
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=size)
+            self._bar.start()
 
+    def ended(self, result: CaseResult) -> None:
+        """Take in a case's result."""
+        from harness.judge import EXECUTED, counted_as
 
-def _execute(
-    pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, planned: Plan, asked: dict[str, Any]
-) -> int:
-    from harness.execute.journal import Journal, JournalError
-    from harness.report import ReportError, write_reports
-    from harness.report.terminal import print_results
-
-    console = Console(highlight=False)
-    if sources["control"].text == sources["candidate"].text:
-        console.print("note: control and candidate are the same text; this run can show noise alone", markup=False)
-    try:
-        with Journal(folder) as journal:
-            _journal_run(journal, pair, sources, engine, folder, planned, asked, console)
-        results = write_reports(folder)
-    except (JournalError, ReportError) as error:  # a full disk, say: the run's end, not a finding
-        fail(str(error), EXIT_HARNESS)
-    print_results(results, console)
-    return int(results["exit_code"])
-
-
-def _journal_run(
-    journal: Journal, pair: Pair, sources: dict[str, Any], engine: Engine, folder: Path, planned: Plan,
-    asked: dict[str, Any], console: Console,
-) -> None:  # fmt: skip
-    from harness.execute.campaign import Campaign, started
-    from harness.execute.journal import JournalError
-
-    begin = time.monotonic()
-    harness_error: str | None = None
-    journal.write({
-        "event": "start",
-        "schema": 1,
-        "harness": __version__,
-        "control": sources["control"].describe(),
-        "candidate": sources["candidate"].describe(),
-        "engine": engine.name,
-        "environment": engine.environment(),
-        "seed": planned.seed,
-        "asked": asked,
-        "cases_asked": planned.size,
-        "dtypes": list(engine.dtypes),
-        "started": started(),
-    })  # fmt: skip
-    describe = {side: source.spec for side, source in sources.items()} | {"engine": engine.name}
-    try:
-        with _progress(console, planned.size) as progress:
-            Campaign(planned, pair, journal, folder, describe, progress).run()
-    except JournalError:
-        raise
-    except KeyboardInterrupt:
-        harness_error = "the run was interrupted"
-    except Exception as error:  # a fault of the harness: the cases so far stay, and the verdict says so
-        import traceback
-
-        (folder / "harness_error.txt").write_text(traceback.format_exc())
-        harness_error = f"{type(error).__name__}: {error} (see harness_error.txt)"
-    journal.write({"event": "end", "seconds": time.monotonic() - begin, "harness_error": harness_error})
-
-
-@contextlib.contextmanager
-def _progress(console: Console, wanted: int) -> Iterator[Any]:
-    """Give a function that takes each result: a bar with counts on a terminal, now and then a plain line elsewhere."""
-    from harness.judge import EXECUTED, counted_as
-
-    counts: dict[str, int] = {}
-
-    def tally(result: CaseResult) -> str:
         name = counted_as(result.outcome, result.both_raised).replace("_", " ")
-        counts[name] = counts.get(name, 0) + 1
-        return "  ".join(f"{key} {value}" for key, value in counts.items())
+        self._counts[name] = self._counts.get(name, 0) + 1
+        now = time.monotonic()
+        if self._bar is None and now - self._last < EVERY:
+            return
+        self._last = now
+        rate = sum(self._counts.values()) / max(now - self._begin, 1e-3)
+        text = f"{rate:.0f}/s  " + "  ".join(f"{key} {value}" for key, value in self._counts.items())
+        if self._bar is not None:
+            self._bar.update(self._task, advance=int(result.outcome in EXECUTED), description=text)
+        else:
+            self._console.print(f"{sum(self._counts.values())} of {self._size} cases, {text}")
 
-    if console.is_terminal:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
 
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("drawing cases", total=wanted)
 
-            def advance(result: CaseResult) -> None:
-                bar.update(task, advance=int(result.outcome in EXECUTED), description=tally(result))
+def _stop_on_sigterm() -> None:
+    """Have a signal that asks this process to end do so after the reports are written."""
+    from harness.run import Stopped
 
-            yield advance
-        return
-    last = time.monotonic()
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Stopped
 
-    def line(result: CaseResult) -> None:
-        nonlocal last
-        text = tally(result)
-        if time.monotonic() - last >= 5:
-            last = time.monotonic()
-            console.print(text)
-
-    yield line
+    with contextlib.suppress(ValueError):  # not in the main thread: whoever called has signals of their own
+        signal.signal(signal.SIGTERM, stop)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -302,38 +289,50 @@ def replay(
     candidate: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: as in the run, else "
                                                   "refactored.")] = None,
     engine: Annotated[str | None, typer.Option(help="Default: as in the run, else auto.")] = None,
+    case_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds that the case may take. Default: 60 "
+                                                       "on the reference engine, 300 on cudnn.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a Python script that shows the case with torch and "
                                          "the two sources alone.")] = False,
 ) -> None:  # fmt: skip
     """Run one case again and show every difference."""
     from harness.replay import describe_subject, find
     from harness.replay import script as write_script
+    from harness.run import open_pool
+    from harness.subjects.source import resolve
 
     with clear_errors():
         stored = find(what, run)
         chosen = _check_engine(engine or stored.engine or "auto")
-        pair, sources, loaded = _load(
-            control or stored.control or "legacy", candidate or stored.candidate or "refactored", chosen
+        sources = (
+            resolve(control or stored.control or "legacy"),
+            resolve(candidate or stored.candidate or "refactored"),
         )
-        if script:
-            subjects = [describe_subject(source) for source in sources.values()]
-            sys.stdout.write(write_script(stored.case, subjects[0], subjects[1], loaded.name))
-            return
-        result = pair.run(stored.case)
-    raise typer.Exit(_show(result, sources, loaded))
+        with open_pool(sources, chosen, case_timeout=case_timeout) as pool:
+            if script:
+                subjects = [describe_subject(source) for source in sources]
+                terminal.echo(write_script(stored.case, subjects[0], subjects[1], pool.loaded.name))
+                return
+            result = pool.run(stored.case)
+    same = control is None and candidate is None and engine is None
+    raise typer.Exit(_show(result, sources, pool.loaded.name, only_after_others=same and stored.failed))
 
 
-def _show(result: CaseResult, sources: dict[str, Any], engine: Engine) -> int:
+def _show(result: CaseResult, sources: Sequence[Source], engine: str, *, only_after_others: bool) -> int:
+    """Print a case's result and return its exit code.
+
+    ``only_after_others`` is whether the case differed in the run that it is from: then a match is no pass.
+    """
     from harness.report.describe import describe_case
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.console(soft_wrap=True)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, markup=False, style=style)
 
+    counted = counted_as(result.outcome, result.both_raised)
     say(f"case {result.case.id}: {describe_case(result.case.to_dict())}")
-    say(f"control {sources['control'].spec}, candidate {sources['candidate'].spec}, engine {engine.name}")
-    if result.both_raised and result.outcome == "match":
+    say(f"control {sources[0].spec}, candidate {sources[1].spec}, engine {engine}")
+    if counted == "both_raised":
         say(f"match: both sides raised alike; no numbers were compared ({result.reason})", "yellow")
     else:
         style = {"match": "green", "difference": "red", "crash": "red"}.get(result.outcome, "yellow")
@@ -346,11 +345,10 @@ def _show(result: CaseResult, sources: dict[str, Any], engine: Engine) -> int:
         say(f"    candidate {json.dumps(difference.candidate)}")
     for note in result.notes:
         say(f"  note: {note}")
-    codes = {"match": EXIT_NEUTRAL, "noisy": EXIT_NEUTRAL, "intended": EXIT_NEUTRAL, "unsupported": EXIT_UNVERIFIED,
-             "error": EXIT_HARNESS}  # fmt: skip
-    if result.both_raised and result.outcome == "match":
+    if only_after_others and counted in ("match", "noisy"):
+        say("  in its run the case differed: it does so only after other cases, or not every time", "yellow")
         return EXIT_UNVERIFIED
-    return codes.get(result.outcome, EXIT_NOT_NEUTRAL)
+    return exit_code(result.outcome, result.both_raised)
 
 
 @app.command()
@@ -363,7 +361,7 @@ def report(
 
     with clear_errors():
         results = write_reports(directory)
-        print_results(results, Console(highlight=False))
+        print_results(results, terminal.console())
     raise typer.Exit(int(results["exit_code"]))
 
 
@@ -386,9 +384,9 @@ def coverage(
 
     found = ledger(events, strength)
     if as_json:
-        typer.echo(json.dumps(report_coverage.as_json(found), indent=1))
+        terminal.echo(json.dumps(report_coverage.as_json(found), indent=1) + "\n")
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.console(soft_wrap=True)
     for line in report_coverage.lines(found):
         console.print(line, markup=False)
 
@@ -407,7 +405,7 @@ def lanes() -> None:
         table.add_column(title, no_wrap=title != "what it is", overflow="fold")
     for index, lane in enumerate(LANES.values()):
         table.add_row(lane.name, lane.title, *("yes" if item.lanes[index].works else "no" for item in here))
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(table, markup=False)
     for diagnosis in here:
         for finding in diagnosis.lanes:
@@ -426,7 +424,7 @@ def doctor() -> None:
     """Show what this machine can check, engine by engine, and what stands in the way of the rest."""
     from harness.doctor import diagnose
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.console(soft_wrap=True)
     working = []
     for name in ("reference", "cudnn"):
         diagnosis = diagnose(name)
@@ -467,8 +465,16 @@ def callback(
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; what nobody foresaw is a fault of the harness, and has its exit code."""
+    terminal.fit_streams()
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(SIGNALLED[INTERRUPTED])
+    except Exception:
+        traceback.print_exc()
+        terminal.console(stderr=True).print("harness: this is a fault of the harness; please report it", markup=False)
+        sys.exit(EXIT_HARNESS)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,22 @@ FINDINGS: frozenset[Outcome] = frozenset({"difference", "crash"})
 VerdictName = Literal["neutral", "not neutral", "unverified"]
 EXIT_NEUTRAL, EXIT_NOT_NEUTRAL, EXIT_USAGE, EXIT_UNVERIFIED, EXIT_HARNESS = 0, 1, 2, 3, 4
 
+EXIT_CODES: dict[str, int] = {
+    "match": EXIT_NEUTRAL,
+    "noisy": EXIT_NEUTRAL,
+    "intended": EXIT_NEUTRAL,
+    "difference": EXIT_NOT_NEUTRAL,
+    "crash": EXIT_NOT_NEUTRAL,
+    "both_raised": EXIT_UNVERIFIED,
+    "unsupported": EXIT_UNVERIFIED,
+    "error": EXIT_HARNESS,
+}
+"""What one case alone comes to, by the count that it belongs to; see ``counted_as``."""
+
+INTERRUPTED, STOPPED = "the run was interrupted", "the run was stopped by a signal"
+SIGNALLED = {INTERRUPTED: 130, STOPPED: 143}
+"""The exit codes of a run that a signal ended, whatever it had found by then."""
+
 NOISE_FACTOR = 8.0
 """How many times the control's own spread the candidate may be away on a noisy path before it is a difference.
 
@@ -140,6 +156,11 @@ def empty_counts() -> dict[str, int]:
 def counted_as(outcome: Outcome, both_raised: bool) -> str:
     """Return the count that a case belongs to: where both sides raised alike that is ``both_raised``, not match."""
     return "both_raised" if both_raised and outcome in ("match", "noisy") else outcome
+
+
+def exit_code(outcome: Outcome, both_raised: bool) -> int:
+    """Return the exit code of one case alone."""
+    return EXIT_CODES[counted_as(outcome, both_raised)]
 
 
 def count(counts: dict[str, int], outcome: Outcome, both_raised: bool) -> None:

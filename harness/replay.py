@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.case import Case, CaseError
 from harness.execute.journal import FILE_NAME, JournalError, read_journal
+from harness.judge import FINDINGS
 
 RUNS = Path("reports")
 
@@ -20,12 +21,16 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A case, and what it was run on where that is known: control, candidate and engine as their specs."""
+    """A case, and what it was run on where that is known: control, candidate and engine as their specs.
+
+    ``failed`` is whether control and candidate were seen to differ on it.
+    """
 
     case: Case
     control: str | None = None
     candidate: str | None = None
     engine: str | None = None
+    failed: bool = False
 
 
 def find(what: str, run: Path | None = None) -> Stored:
@@ -60,7 +65,7 @@ def _from_file(path: Path) -> Stored:
             wrong = [name for name, spec in specs.items() if not isinstance(spec, str | None)]
             if wrong:
                 raise ReplayError(f"{path}: {wrong[0]}={specs[wrong[0]]!r} is no spec; it takes a string")
-            return Stored(Case.from_dict(data["case"]), **specs)
+            return Stored(Case.from_dict(data["case"]), **specs, failed="kind" in data)
         return Stored(Case.from_dict(data))
     except CaseError as error:
         raise ReplayError(f"{path}: {error}") from error
@@ -75,13 +80,14 @@ def _from_journals(case_id: str, runs: Sequence[Path]) -> Stored:
                 raise ReplayError(str(error)) from error
             continue
         for event in events:
-            if event.get("case_id") == case_id:
+            if event["event"] in ("case", "smallest") and event["case_id"] == case_id:
                 start = events[0]
                 return Stored(
                     Case.from_dict(event["case"]),
                     start["control"]["spec"],
                     start["candidate"]["spec"],
                     start["engine"],
+                    failed=event["event"] == "smallest" or event.get("outcome") in FINDINGS,
                 )
     where = f"{runs[0]}" if len(runs) == 1 else f"the {len(runs)} runs under {RUNS}/"
     raise ReplayError(f"no case {case_id!r} in {where}; give a case's JSON file, or the run's folder with --run DIR")
@@ -138,6 +144,7 @@ def main(arguments):
     from harness.case import Case
     from harness.engines.api import get_engine
     from harness.execute.pair import Pair
+    from harness.judge import exit_code
     from harness.subjects.source import Source
 
     sources = []
@@ -154,9 +161,7 @@ def main(arguments):
         print(f"  {difference.path} [{difference.kind}] {difference.message}")
         print(f"    control:   {json.dumps(difference.control)}")
         print(f"    candidate: {json.dumps(difference.candidate)}")
-    if result.outcome == "match" and result.both_raised:
-        return 3
-    return {"match": 0, "noisy": 0, "intended": 0, "unsupported": 3, "error": 4}.get(result.outcome, 1)
+    return exit_code(result.outcome, result.both_raised)
 '''
 
 

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from harness.case import Case
 from harness.covering import Space, level_number, numbers, space
 from harness.lanes import boxes
 from harness.space import FACTORS, Box, fields_of, row
+
+# Hypothesis keeps files of its own; they have no place in the folder of whoever runs this.
+set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "fused-attn-harness-hypothesis")
 
 CaseStrategy: TypeAlias = st.SearchStrategy[Case]
 

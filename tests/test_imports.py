@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"case", "quantized"},
     "engines": {"case", "constraints", "inputs", "layouts"},
     "subjects": {"case", "engines"},
+    "terminal": set(),
     "strategies": {"case", "covering", "lanes", "space"},
     "regressions": {"case"},
     "observe": {"case", "inputs", "engines", "quantized", "subjects"},
@@ -71,9 +72,10 @@ MAY_IMPORT: dict[str, set[str]] = {
                 "ledger", "space", "strategies"},
     "report": {"case", "judge", "lanes", "layouts", "ledger", "execute"},
     "doctor": {"case", "engines", "lanes", "layouts", "space"},
-    "replay": {"case", "execute", "subjects"},
+    "replay": {"case", "execute", "judge", "subjects"},
+    "run": {"harness", "execute", "judge", "regressions", "report", "subjects"},
     "cli": {"harness", "case", "doctor", "engines", "execute", "judge", "lanes", "layouts", "ledger", "regressions",
-            "replay", "report", "space", "subjects"},
+            "replay", "report", "run", "space", "subjects", "terminal"},
     "harness": set(),
 }  # fmt: skip
 

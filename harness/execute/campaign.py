@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.case import Case
+from harness.compare import Difference
 from harness.covering import LEVELS, Bools, cover, covering_set, named, one_hot, space
-from harness.execute.journal import Journal
-from harness.execute.pair import Pair
 from harness.execute.result import CaseResult
 from harness.judge import EXECUTED, counted_as
 from harness.lanes import boxes
@@ -38,6 +39,35 @@ EXPLORED = 0.1
 
 ROUNDS = 40
 BETWEEN = 200
+
+BATCH = 64
+"""How many cases are handed out at the most before their results are looked at together, in the order of the cases.
+
+What comes next follows from results in that order alone, so any number of workers runs the same cases.
+"""
+
+DRAWN = 500
+"""How many cases are drawn at once at the most."""
+
+
+class Runner(Protocol):
+    """What runs cases: pool.Pool, or anything that runs them in the same way."""
+
+    def run(self, case: Case, *, alone: bool = False) -> CaseResult: ...
+
+    def run_all(
+        self,
+        cases: Sequence[Case],
+        begun: Callable[[Case], None],
+        ended: Callable[[CaseResult], None],
+        stop: Callable[[], bool],
+    ) -> list[CaseResult | None]: ...
+
+
+class Log(Protocol):
+    """What takes the events of a run: journal.Journal."""
+
+    def write(self, event: Mapping[str, Any]) -> None: ...
 
 
 class Named(Protocol):
@@ -110,69 +140,113 @@ class Found:
     drawn: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A case that is to be run: where it came from, and what to shrink it with if it differs."""
+
+    case: Case
+    origin: str
+    found: Found
+
+
 @dataclass(slots=True)
 class Campaign:
-    """One run of a plan on a pair of subjects.
+    """One run of a plan.
 
     ``folder`` takes ``failures/ID.json``; ``describe`` is what such a file says of the run (subjects and engine);
-    ``progress`` is called with every result.
+    ``ended`` is called with every result. After ``most_crashes`` crashes, or at ``until`` on the monotonic clock, no
+    more cases are begun, and ``stopped`` says why.
     """
 
     plan: Plan
-    pair: Pair
-    journal: Journal
+    runner: Runner
+    journal: Log
     folder: Path
     describe: dict[str, Any]
-    progress: Callable[[CaseResult], None] = lambda result: None
+    ended: Callable[[CaseResult], None] = lambda result: None
+    most_crashes: int | None = None
+    until: float | None = None
+    stopped: str | None = None
     _executed: int = 0
+    _crashes: int = 0
     _seen: set[str] = field(default_factory=set)
-    _first: dict[tuple[str, str], Found] = field(default_factory=dict)
+    _first: dict[tuple[str, str], tuple[Found, CaseResult]] = field(default_factory=dict)
     _rows: dict[State, list[list[int]]] = field(default_factory=lambda: {"executed": [], "raised": [], "refused": []})
 
     def run(self) -> None:
-        """Run the plan: every case is in the journal before the next starts, the smallest failing ones at the end."""
-        for item in self.plan.stored:
-            if not self._done():
-                self._run_one(item.case, f"stored {item.name}")
-        for number, levels in enumerate(self.plan.rows):
-            if not self._done():
-                self._run_row(levels, number)
+        """Run the plan: each case is in the journal as it begins and as it ends, the smallest failing ones at last."""
+        self._run_many([self._item(item.case, f"stored {item.name}") for item in self.plan.stored])
+        self._run_many([self._row(levels, number) for number, levels in enumerate(self.plan.rows)])
         if self.plan.rows and not self._done():
             self._retry()
-        self._explore(self.plan.explored if self.plan.count is None else self.plan.count - self._executed)
-        for signature, found in list(self._first.items())[:SHRUNK_FAMILIES]:
-            self._shrink(signature, found)
+        if self.plan.count is None:
+            self._explore(self.plan.explored)
+        else:
+            self._explore(self.plan.count - self._executed)
+        for signature, (found, result) in list(self._first.items())[:SHRUNK_FAMILIES]:
+            self._shrink(signature, found, result)
 
     def _done(self) -> bool:
-        return self.plan.count is not None and self._executed >= self.plan.count
+        return self._stop() or (self.plan.count is not None and self._executed >= self.plan.count)
 
-    def _run_one(self, case: Case, origin: str, found: Found | None = None) -> CaseResult | None:
-        """Run and journal a case, unless it ran before; remember what it held, and the first of each difference."""
-        if case.id in self._seen:
-            return None
-        self._seen.add(case.id)
-        result = self.pair.run(case)
-        self.journal.write({**result.event(), "origin": origin})
-        self.progress(result)
-        if result.differences:
-            between = Found(case, lambda: cases_between(case, self.plan.engine), BETWEEN, self.plan.seed, drawn=False)
-            self._first.setdefault(result.differences[0].signature, found or between)
-        self._executed += result.outcome in EXECUTED
-        state: State = "refused"  # or an error: either way it came to nothing
-        if result.outcome in EXECUTED:
-            raised = counted_as(result.outcome, result.both_raised) == "both_raised"
-            state = "raised" if raised else "executed"
-        self._rows[state].append(level_numbers(case))
-        return result
+    def _stop(self) -> bool:
+        """Whether no more cases are to be begun, for a reason that is kept."""
+        if self.stopped is None and self.most_crashes is not None and self._crashes >= self.most_crashes:
+            self.stopped = f"{self._crashes} cases ended or held up their process"
+        if self.stopped is None and self.until is not None and time.monotonic() >= self.until:
+            self.stopped = "the time was up"
+        return self.stopped is not None
 
-    def _run_row(self, levels: Row, number: int) -> CaseResult | None:
-        case = case_of(levels, _seed(self.plan.seed, len(LAYOUTS), number), self.plan.engine)
-        return self._run_one(case, "covering")
+    def _item(self, case: Case, origin: str) -> Item:
+        between = Found(case, lambda: cases_between(case, self.plan.engine), BETWEEN, self.plan.seed, drawn=False)
+        return Item(case, origin, between)
+
+    def _row(self, levels: Row, number: int) -> Item:
+        return self._item(case_of(levels, _seed(self.plan.seed, len(LAYOUTS), number), self.plan.engine), "covering")
+
+    def _run_many(self, items: Sequence[Item]) -> None:
+        """Run these cases, as many of them as are still wanted."""
+        left = deque(items)
+        while left and not self._done():
+            wanted = BATCH if self.plan.count is None else min(BATCH, self.plan.count - self._executed)
+            self._run([left.popleft() for _ in range(min(wanted, len(left)))])
+
+    def _run(self, items: Sequence[Item]) -> list[CaseResult]:
+        """Run cases that did not run before; remember what each held, and the first of each difference."""
+        fresh: dict[str, Item] = {}
+        for item in items:
+            if item.case.id not in self._seen:
+                self._seen.add(item.case.id)
+                fresh[item.case.id] = item
+
+        def ended(result: CaseResult) -> None:
+            self._crashes += result.outcome == "crash"
+            self.journal.write({**result.event(), "origin": fresh[result.case.id].origin})
+            self.ended(result)
+
+        cases = [item.case for item in fresh.values()]
+        results = [
+            result for result in self.runner.run_all(cases, self._begun, ended, self._stop) if result is not None
+        ]
+        for result in results:
+            self._executed += result.outcome in EXECUTED
+            for difference in result.differences[:1]:
+                self._first.setdefault(difference.signature, (fresh[result.case.id].found, result))
+            state: State = "refused"  # or an error: either way it came to nothing
+            if result.outcome in EXECUTED:
+                raised = counted_as(result.outcome, result.both_raised) == "both_raised"
+                state = "raised" if raised else "executed"
+            self._rows[state].append(level_numbers(result.case))
+        return results
+
+    def _begun(self, case: Case) -> None:
+        self.journal.write({"event": "begun", "case_id": case.id, "case": case.to_dict()})
 
     def _retry(self) -> None:
         """Run what came in cases that were refused, or raised, in other company: it need not be what they were for.
 
-        A level, or two levels, of which enough cases came to nothing are given up.
+        A level, or two levels, of which enough cases came to nothing are given up. Each case follows from the one
+        before, so they run one by one.
         """
         asked = boxes(self.plan.layouts, self.plan.lanes, self.plan.dtypes)
         possible = space(asked, (*CLASHES, *RAISING, *self._hopeless()))
@@ -185,8 +259,8 @@ class Campaign:
                 return
             if self._done():
                 return
-            result = self._run_row(named(levels), number)
-            settled = result is not None and result.outcome in EXECUTED and not result.both_raised
+            results = self._run([self._row(named(levels), number)])
+            settled = any(result.outcome in EXECUTED and not result.both_raised for result in results)
 
     def _hopeless(self) -> list[Clash]:
         """Return, as clashes, the levels and pairs of levels of which no case was executed and many came to nothing."""
@@ -200,60 +274,94 @@ class Campaign:
 
     def _explore(self, left: int) -> None:
         """Run drawn cases, evenly from the layouts, until so many are executed or no more can be."""
-        size = max(2 * left // len(self.plan.layouts), 2 * HOPELESS)
-        draws = {layout: self._run_layout(layout, size) for layout in self.plan.layouts}
-        while draws and left > 0:  # what an exhausted or refused layout leaves over goes to the others
-            quota, extra = divmod(left, len(draws))
-            for index, layout in enumerate(list(draws)):
-                for _ in range(quota + (index < extra)):
-                    if next(draws[layout], None) is None:
-                        del draws[layout]
-                        break
-                    left -= 1
+        size = min(max(2 * left // len(self.plan.layouts), 2 * HOPELESS), DRAWN)
+        drawn = {layout: self._draw(layout, size) for layout in self.plan.layouts}
+        tried = dict.fromkeys(drawn, 0)
+        executed = dict.fromkeys(drawn, 0)
+        while drawn and left > 0 and not self._stop():
+            wanted = self._shares(min(left, BATCH), drawn, executed)
+            items: list[Item] = []
+            for layout, number in wanted.items():
+                if executed[layout] == 0:
+                    number = min(number, HOPELESS - tried[layout])
+                own = list(itertools.islice(drawn[layout], number))
+                items += own
+                if len(own) < number:
+                    del drawn[layout]
+            for result in self._run(items):
+                layout = result.case.qkv_layout
+                tried[layout] += 1
+                executed[layout] += result.outcome in EXECUTED
+                left -= result.outcome in EXECUTED
+            for layout in list(drawn):
+                if executed[layout] == 0 and tried[layout] >= HOPELESS:
+                    del drawn[layout]  # what an exhausted or refused layout leaves over goes to the others
 
-    def _run_layout(self, layout: str, size: int) -> Iterator[CaseResult]:
-        """Yield each executed case of a layout, until Hypothesis finds no more or the engine refuses all."""
-        executed, drawn = 0, 0
+    def _shares(self, number: int, layouts: Iterable[str], executed: Mapping[str, int]) -> dict[str, int]:
+        """Return how many cases of each layout come next, so that all have as many executed as the others."""
+        counts = {layout: executed[layout] for layout in layouts}
+        shares = dict.fromkeys(counts, 0)
+        for _ in range(number):
+            least = min(counts, key=counts.__getitem__)
+            counts[least] += 1
+            shares[least] += 1
+        return {layout: share for layout, share in shares.items() if share}
+
+    def _draw(self, layout: str, size: int) -> Iterator[Item]:
+        """Yield cases of a layout that did not run before, until Hypothesis finds no more."""
         strategy = cases((layout,), self.plan.dtypes, self.plan.lanes, self.plan.engine)
         for number in range(ROUNDS):
             seed = _seed(self.plan.seed, list(LAYOUTS).index(layout), number)
-            for case in draw_cases(strategy, size, seed):
-                if executed == 0 and drawn >= HOPELESS:
-                    return
-                result = self._run_one(case, "explored", Found(case, lambda: strategy, size, seed, drawn=True))
-                if result is None:
-                    continue
-                drawn += 1
-                if result.outcome in EXECUTED:
-                    executed += 1
-                    yield result
+            drawn = [case for case in draw_cases(strategy, size, seed) if case.id not in self._seen]
+            if not drawn:
+                return
+            for case in drawn:
+                if case.id not in self._seen:
+                    yield Item(case, "explored", Found(case, lambda: strategy, size, seed, drawn=True))
 
-    def _shrink(self, signature: tuple[str, str], found: Found) -> None:
-        """Find the smallest case with the same difference, store it and journal it."""
+    def _shrink(self, signature: tuple[str, str], found: Found, seen: CaseResult) -> None:
+        """Find the smallest case with the same difference, store it and journal it.
+
+        A case that hangs is stored as it is, for each try would take as long; so is one that shows the difference only
+        after others, which a process of its own shows.
+        """
+        path, kind = signature
 
         def fails(case: Case) -> bool:
-            return signature in self.pair.run(case).signatures
+            return signature in self.runner.run(case).signatures
 
-        case = smallest(found.strategy(), found.count, found.seed, found.case, fails, drawn=found.drawn)
-        result = self.pair.run(case)
+        result = seen
+        if not path.startswith("hang/") and not self._stop():
+            result = self.runner.run(found.case, alone=True)
+            if signature in result.signatures:
+                case = smallest(found.strategy(), found.count, found.seed, found.case, fails, drawn=found.drawn)
+                result = self.runner.run(case)
+            else:
+                result = dataclasses.replace(seen, differences=tuple(map(_only_after_others, seen.differences)))
+        case = result.case
         folder = self.folder / "failures"
         folder.mkdir(parents=True, exist_ok=True)
         # Two differences may shrink to one case: each keeps a file of its own.
         names = itertools.chain((case.id,), (f"{case.id}-{number}" for number in itertools.count(2)))
-        path = next(file for name in names if not (file := folder / f"{name}.json").exists())
-        stored = {**self.describe, "path": signature[0], "kind": signature[1], "case": case.to_dict()}
-        path.write_text(json.dumps(stored, indent=1) + "\n")
+        place = next(file for name in names if not (file := folder / f"{name}.json").exists())
+        stored = {**self.describe, "path": path, "kind": kind, "case": case.to_dict()}
+        place.write_text(json.dumps(stored, indent=1) + "\n")
         event = result.event()
         self.journal.write({
             "event": "smallest",
-            "path": signature[0],
-            "kind": signature[1],
+            "path": path,
+            "kind": kind,
             "from_case_id": found.case.id,
             "case_id": case.id,
             "case": event["case"],
-            "file": f"failures/{path.name}",
+            "file": f"failures/{place.name}",
             "differences": event["differences"],
         })  # fmt: skip
+
+
+def _only_after_others(difference: Difference) -> Difference:
+    words = f"{difference.message} (only after other cases: in a process of its own the case does not show it)"
+    return dataclasses.replace(difference, message=words)
 
 
 def _seed(seed: int, part: int, number: int) -> int:

@@ -1,6 +1,7 @@
 """The journal of a run: one JSON line per event, written as it happens, from which every report can be made again.
 
-Events: ``start`` first, then ``case`` and ``smallest`` in any order, then ``end``. A journal without an ``end`` is
+Events: ``start`` first, then ``begun``, ``case`` and ``smallest``, then ``end``. A case is ``begun`` before its worker
+has it, so that one which takes everything down with it is known. A journal without an ``end`` is
 that of a run that was killed. JSON has no words for numbers that are not finite, so they are the strings ``inf``,
 ``-inf`` and ``nan``.
 """
@@ -36,6 +37,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "cases_asked": (int,),
         "started": (str,),
     },
+    "begun": {"case_id": (str,), "case": (dict,)},
     "case": {
         "case_id": (str,),
         "case": (dict,),
@@ -64,10 +66,12 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 OPTIONAL: dict[str, dict[str, tuple[type, ...]]] = {
     "start": {"dtypes": (list, type(None))},
     "case": {"origin": (str, type(None))},
+    "end": {"stopped": (str, type(None))},
 }
 """What an event may hold besides; a journal of an earlier version lacks it, and it is read as null.
 
-The origin of a case is ``stored NAME``, ``covering`` or ``explored``; the dtypes are those of the engine.
+The origin of a case is ``stored NAME``, ``covering`` or ``explored``; the dtypes are those of the engine; ``stopped``
+is why a run began no more cases before it had all.
 """
 
 SUBJECT_FIELDS = ("spec", "resolved", "sha256")
@@ -230,7 +234,7 @@ def _problem(event: Any, index: int, ended: bool) -> str | None:
             return f"event={name!r} has {field}={value!r:.80}; it takes {wanted}"
     if name == "start":
         return _start_problem(event)
-    if name in ("case", "smallest"):
+    if name in ("begun", "case", "smallest"):
         return _case_problem(event)
     return _number_problem("seconds", event["seconds"])
 
@@ -257,6 +261,8 @@ def _start_problem(event: Event) -> str | None:
 def _case_problem(event: Event) -> str | None:
     if not isinstance(event["case"].get("qkv_layout"), str):
         return f"the case has qkv_layout={event['case'].get('qkv_layout')!r}; it takes a str"
+    if event["event"] == "begun":
+        return None
     for difference in event["differences"]:
         for field in DIFFERENCE_FIELDS:
             if not isinstance(difference, dict) or field not in difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class CaseResult:
             "both_raised": self.both_raised,
             "reason": self.reason,
             "lanes": list(lanes_of(self.case)),
-            "differences": [asdict(difference) for difference in self.differences],
+            "differences": [_bounded(asdict(difference)) for difference in self.differences],
             "noise": [asdict(noise) for noise in self.noise],
             "notes": list(self.notes),
             "seconds": round(self.seconds, 6),
@@ -62,6 +63,22 @@ class CaseResult:
             tuple(event["notes"]),
             float(event["seconds"]),
         )
+
+
+LONGEST_TEXT, LONGEST_LIST = 4000, 400
+
+
+def _bounded(value: Any) -> Any:
+    """Return a JSON value with long texts and lists cut, and what was cut said: what is in it is a subject's choice."""
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        digest = hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()[:12]
+        return f"{value[:LONGEST_TEXT]}… ({len(value) - LONGEST_TEXT} more characters, sha256 of all {digest})"
+    if isinstance(value, Mapping):
+        return {name: _bounded(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        rest = len(value) - LONGEST_LIST
+        return [*map(_bounded, value[:LONGEST_LIST]), *([f"… ({rest} more)"] if rest > 0 else [])]
+    return value
 
 
 def _difference(fields: Mapping[str, Any]) -> Difference:

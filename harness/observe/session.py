@@ -19,7 +19,7 @@ from harness.observe.recorder import Recorder
 from harness.observe.seam import WatchedSeam
 from harness.subjects.subject import PARAMETERS, Subject
 
-FATAL = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)
+FATAL = (torch.OutOfMemoryError, MemoryError)
 """What a subject raises that says nothing about the subject: it is passed on, and the case is an ``error``."""
 
 Values = dict[str, Any]

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.judge import FINDINGS, Coverage, count, empty_counts, reached, verdict
+from harness.judge import FINDINGS, SIGNALLED, Coverage, count, empty_counts, reached, verdict
 from harness.lanes import LANES
 from harness.layouts import LAYOUTS
 from harness.report.describe import Results, case_effort, number
 
 SCHEMA = 1
 NOT_ENDED = "the run did not end"
+STOPPED = "the run began no more: {}"
 NO_CASE = "no case was drawn"
 NOT_ASKED = "not asked for"
 NO_REASON = "no reason was given"
@@ -115,7 +116,7 @@ def summarise(events: Sequence[Mapping[str, Any]], directory: str | Path = ".") 
     return {
         "schema": SCHEMA,
         "verdict": judged.name,
-        "exit_code": judged.exit_code,
+        "exit_code": SIGNALLED.get(harness_error or "", judged.exit_code),
         "reasons": list(judged.reasons),
         "harness_error": harness_error,
         "run": str(directory),
@@ -141,7 +142,7 @@ def summarise(events: Sequence[Mapping[str, Any]], directory: str | Path = ".") 
         "errors": _errors(cases, directory),
         "noise": _noise(cases),
         "notes": _notes(cases),
-        "not_checked": _not_checked(start, len(cases), end is not None, lanes, layouts, asked),
+        "not_checked": _not_checked(start, cases, events, lanes, layouts, asked),
         "tables": {"lane": len(lanes), "layout": len(layouts)},
     }
 
@@ -248,10 +249,19 @@ def _notes(cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"note": note, "cases": number_} for note, number_ in ordered]
 
 
+def _why_not(last: Mapping[str, Any]) -> str:
+    """Return why a run did not have all the cases that it was asked for, given its last event."""
+    if last["event"] != "end":
+        return NOT_ENDED
+    if last["harness_error"] in SIGNALLED:
+        return str(last["harness_error"])
+    return STOPPED.format(last["stopped"]) if last.get("stopped") else NO_CASE
+
+
 def _not_checked(
     start: Mapping[str, Any],
-    seen: int,
-    ended: bool,
+    cases: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
     lanes: Mapping[str, Slice],
     layouts: Mapping[str, Slice],
     asked: Mapping[str, Sequence[str]],
@@ -262,10 +272,14 @@ def _not_checked(
         if reason is not None:
             rows.append({"what": what, "reason": reason, "slice": slice_, "name": name})
 
-    missing = start["cases_asked"] - seen
+    missing = start["cases_asked"] - len(cases)
     if missing > 0:
         what = f"{missing} of the {start['cases_asked']} cases asked for"
-        gap("cases", "cases", what, NO_CASE if ended else NOT_ENDED)
+        gap("cases", "cases", what, _why_not(events[-1]))
+    over = {event["case_id"] for event in cases}
+    for event in events:
+        if event["event"] == "begun" and event["case_id"] not in over:
+            gap("cases", event["case_id"], f"case {event['case_id']}", "it had begun when the run ended")
     for kind, slices in (("lane", lanes), ("layout", layouts)):
         for name in dict.fromkeys([*slices, *asked[kind]]):
             reason = slices[name].gap() if name in slices else NO_CASE

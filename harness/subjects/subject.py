@@ -151,8 +151,6 @@ def load(source: Source, engine: Engine, seam: Mapping[str, object] | None = Non
     try:
         code = compile(part.tree, source.resolved, "exec", dont_inherit=True)  # not this file's __future__
         exec(code, module.__dict__)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # SystemExit too: a source that ends the process must not end the run as neutral
         raise LoadError(f"{source.spec}: its definitions cannot be run: {type(error).__name__}: {error}") from error
     function = getattr(module, source.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import FILES, case_ids, faulty, harness, raising, refusing, results
+from command_line import FILES, case_ids, faulty, harness, in_process, raising, refusing, results
 
 from harness import __version__, cli
 from harness.execute import campaign
@@ -23,6 +23,7 @@ from harness.layouts import LAYOUTS
 from harness.observe import results as observed
 from harness.observe.recorder import Recorder
 from harness.regressions import stored_cases
+from harness.run import Stopped
 
 COUNTS = {"executed", "both_raised", *OUTCOMES}
 KEYS = {
@@ -147,7 +148,7 @@ def test_a_run_without_a_number_runs_stored_cases_then_a_covering_set_that_leave
 
 
 def test_a_number_of_cases_runs_the_stored_ones_first_and_no_covering_set(tmp_path: Path) -> None:
-    assert harness(*RUN, 6, "--out", "out").exit_code == 0
+    assert harness(*RUN, 6, "-n", 1, "--out", "out").exit_code == 0
     journal = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
     origins = [event["origin"] for event in map(json.loads, journal) if event["event"] == "case"]
     stored = [item for item in stored_cases() if item.case.qkv_layout == "sbh3d"]
@@ -272,13 +273,13 @@ def test_two_runs_of_one_second_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(step=6)  # each look at the clock finds six seconds gone
+    ticks = itertools.count(step=11)  # each look at the clock finds eleven seconds gone
     clock = types.SimpleNamespace(monotonic=lambda: float(next(ticks)))
     monkeypatch.setattr(cli, "time", clock)
     result = harness(*RUN, 3, "--out", "out")
-    lines = [line for line in result.output.splitlines() if re.match(r"(match|both raised) \d+", line)]
+    lines = [line for line in result.output.splitlines() if re.match(r"\d of 3 cases, \d+/s ", line)]
     assert len(lines) == 3
-    assert "3" in lines[-1]
+    assert lines[-1].startswith("3 of 3")
     assert "\x1b" not in result.output
     assert "\r" not in result.output
 
@@ -287,11 +288,15 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [(KeyboardInterrupt(), "the run was interrupted"), (ZeroDivisionError("planted"), "ZeroDivisionError: planted")],
+    ("fault", "words", "code"),
+    [
+        (KeyboardInterrupt(), "the run was interrupted", 130),
+        (Stopped(), "the run was stopped by a signal", 143),
+        (ZeroDivisionError("planted"), "ZeroDivisionError: planted", 4),
+    ],
 )
-def test_a_run_that_breaks_off_exits_4_and_keeps_its_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, words: str
+def test_a_run_that_breaks_off_is_not_neutral_and_keeps_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, words: str, code: int
 ) -> None:
     original = Campaign.run
 
@@ -300,20 +305,20 @@ def test_a_run_that_breaks_off_exits_4_and_keeps_its_journal(
         raise fault
 
     monkeypatch.setattr(Campaign, "run", run)
-    result = harness(*RUN, 2, "--out", "out")
-    assert result.exit_code == 4
+    result = harness(*RUN, 2, "-n", 1, "--out", "out")
+    assert result.exit_code == code
     found = results(tmp_path / "out")
-    assert (found["verdict"], found["exit_code"]) == ("unverified", 4)
+    assert (found["verdict"], found["exit_code"]) == ("unverified", code)
     assert words in found["harness_error"]
     assert words in " ".join(result.output.split())
     assert found["counts"]["executed"] == 2, "the cases so far stay"
     events = [json.loads(line)["event"] for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
-    assert events == ["start", "case", "case", "end"]
+    assert events == ["start", "begun", "case", "begun", "case", "end"]
     traceback = tmp_path / "out" / "harness_error.txt"
     assert traceback.exists() == isinstance(fault, Exception)
     if traceback.exists():
         assert "ZeroDivisionError: planted" in traceback.read_text()
-    assert harness("report", "out").exit_code == 4
+    assert harness("report", "out").exit_code == code
 
 
 def test_a_bug_in_the_recorder_is_an_error_of_every_case_and_the_run_exits_4(
@@ -322,6 +327,7 @@ def test_a_bug_in_the_recorder_is_an_error_of_every_case_and_the_run_exits_4(
     def broken(*_: object) -> str:
         raise ZeroDivisionError("planted")
 
+    in_process(monkeypatch)
     monkeypatch.setattr(Recorder, "meaning", broken)
     result = harness(*RUN, 3, "--out", "out")
     assert result.exit_code == 4
@@ -345,6 +351,7 @@ def test_a_bug_in_the_recorder_on_a_few_cases_outweighs_all_that_match(
             raise ZeroDivisionError("planted")
         original(recorder, *rest)
 
+    in_process(monkeypatch)
     monkeypatch.setattr(observed, "see_saved", broken)
     result = harness(*RUN, 16, "--out", "out")
     found = results(tmp_path / "out")

@@ -33,8 +33,9 @@ SMALLEST: Event = {
     "event": "smallest", "path": "grad/q", "kind": "value", "from_case_id": "0123456789ab", "case_id": "ba9876543210",
     "case": {"qkv_layout": "sbh3d"}, "file": "failures/ba9876543210.json", "differences": [DIFFERENCE],
 }  # fmt: skip
-END: Event = {"event": "end", "seconds": 1.5, "harness_error": None}
-WHOLE = [START, CASE, SMALLEST, END]
+BEGUN: Event = {"event": "begun", "case_id": "0123456789ab", "case": {"schema": 1, "qkv_layout": "sbh3d"}}
+END: Event = {"event": "end", "seconds": 1.5, "harness_error": None, "stopped": None}
+WHOLE = [START, BEGUN, CASE, SMALLEST, END]
 
 
 def write(folder: Path, *events: Event) -> Path:
@@ -111,8 +112,8 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
         (lines(START) + b'{"event": "case", "seconds": NaN}\n' + lines(CASE), "NaN is no JSON number"),
         (lines(START) + b"\xff\xfe\n" + lines(CASE), "line 2"),
         (lines(START) + b"[" * 100_000 + b"\n" + lines(CASE), "line 2"),
-        (lines(*WHOLE) + b'{"to', "line 5"),
-        (lines(*WHOLE, CASE), "line 5 .* after the end"),
+        (lines(*WHOLE) + b'{"to', "line 6"),
+        (lines(*WHOLE, CASE), "line 6 .* after the end"),
         (lines(CASE), "line 1 .*'start' comes first"),
         (lines(START, START), "line 2 .*'start' comes first and once"),
         (lines(START, CASE | {"event": "cases"}), "line 2 .*'cases' is not one of"),
