@@ -37,6 +37,9 @@ TRIES = 2
 EXPLORED = 0.1
 """How many cases are drawn after the covering set, as a part of it, where no number of cases is given."""
 
+RUNS, CRASHING_RUNS = 200, 12
+"""How many cases are run at the most to find the smallest; each that crashes costs three processes."""
+
 ROUNDS = 40
 BETWEEN = 200
 
@@ -334,7 +337,10 @@ class Campaign:
         if not path.startswith("hang/") and not self._stop():
             result = self.runner.run(found.case, alone=True)
             if signature in result.signatures:
-                case = smallest(found.strategy(), found.count, found.seed, found.case, fails, drawn=found.drawn)
+                runs = CRASHING_RUNS if kind == "crash" else RUNS
+                case = smallest(
+                    found.strategy(), found.count, found.seed, found.case, fails, drawn=found.drawn, runs=runs
+                )
                 result = self.runner.run(case)
             else:
                 result = dataclasses.replace(seen, differences=tuple(map(_only_after_others, seen.differences)))

@@ -389,6 +389,8 @@ def _crash(case: Case, side: Side, death: Death) -> CaseResult:
 def _ending(code: int | None) -> str:
     if code is None:
         return "cut the connection to its process"
+    if code == worker.DEVICE_LOST:
+        return "left the device unusable"
     if code >= 0:
         return f"ended the process with exit status {code}"
     try:

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,6 +30,9 @@ Side = Literal["control", "candidate"]
 SIDES: tuple[Side, ...] = ("control", "candidate")
 Task = Literal["pair", "control", "candidate"]
 """What a worker is asked to do with a case: run it on both sides and judge it, or run one side and see if it lives."""
+
+DEVICE_LOST = 77
+"""The exit status of a worker whose device works no more."""
 
 LARGEST_FILE = 1 << 28
 """How many bytes a file may grow to that a worker writes: what a subject prints without end must not fill the disk."""
@@ -50,6 +53,36 @@ class Setup:
     engine: str
     folder: Path
     variables: Mapping[str, str]
+
+
+class _Turn:
+    """Keeps whose code runs, and tells it; after each side's it sees that the device still works."""
+
+    def __init__(self, wire: Wire, folder: Path) -> None:
+        self._wire = wire
+        self._folder = folder
+        self._side = "harness"
+        self.on_gpu = False
+
+    def __call__(self, side: str) -> None:
+        if self.on_gpu and side != self._side != "harness":
+            self._check_device()
+        self._side = side
+        self._wire.at(side, "" if side == "harness" else "load")
+
+    def step(self, stage: str) -> None:
+        """Tell that a stage of the side begins whose code runs."""
+        self._wire.at(self._side, stage)
+
+    def _check_device(self) -> None:
+        """End the process where the device does: nothing that runs here afterwards would be the next one's doing."""
+        import torch
+
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            (self._folder / "stderr").write_text(str(error).partition("\n")[0])
+            os._exit(DEVICE_LOST)
 
 
 class Wire:
@@ -84,13 +117,8 @@ def main(connection: Connection, setup: Setup) -> None:
     from harness.observe import printed, session
 
     printed.keep_in(setup.folder)
-    now: list[str] = ["harness"]
-    session.on_step = lambda stage: wire.at(now[0], stage)
-
-    def turn(side: str) -> None:
-        now[0] = side
-        wire.at(side, "load" if side != "harness" else "")
-
+    turn = _Turn(wire, setup.folder)
+    session.on_step = turn.step
     try:
         pair = _load(setup, turn)
     except Exception as error:
@@ -116,11 +144,12 @@ def _run(pair: Pair, task: Task, case: Case) -> dict[str, Any]:
     return {"event": None}
 
 
-def _load(setup: Setup, turn: Callable[[str], None]) -> Pair:
+def _load(setup: Setup, turn: _Turn) -> Pair:
     from harness.engines.api import get_engine
     from harness.execute.pair import Pair
 
     engine = get_engine(setup.engine)
+    turn.on_gpu = engine.device.type == "cuda"
     if engine.device.type == "cpu":
         import torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def test_a_planted_fault_is_seen_where_it_must_be_and_its_smallest_case_shows_it
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(campaign, "SHRUNK_FAMILIES", 1)  # shrinking takes longest, and a little of one says it
-    monkeypatch.setattr(campaign, "smallest", functools.partial(campaign.smallest, runs=12))
+    monkeypatch.setattr(campaign, "RUNS", 12)
     control, candidate = plant(fault, tmp_path)
     code, results = run(
         tmp_path / "run", control, candidate, fault.layouts, fault.looked_for_in, fault.cases, fault.seed
