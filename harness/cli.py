@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from harness.execute.result import CaseResult
+    from harness.run import RunSpec
     from harness.subjects.source import Source
 
 app = typer.Typer(
@@ -78,11 +80,12 @@ def clear_errors(*, writing: bool = False) -> Iterator[None]:
     from harness.regressions import RegressionError
     from harness.replay import ReplayError
     from harness.report import ReportError
+    from harness.run import ResumeError
     from harness.subjects.source import SpecError
 
     try:
         yield
-    except (CaseError, RegressionError, ReplayError, SpecError) as error:
+    except (CaseError, RegressionError, ReplayError, ResumeError, SpecError) as error:
         fail(str(error))
     except (JournalError, ReportError) as error:
         fail(str(error), EXIT_HARNESS if isinstance(error.__cause__, OSError) and writing else EXIT_USAGE)
@@ -136,6 +139,7 @@ def _check_engine(name: str) -> str:
 
 @app.command(epilog=EXIT_CODES)
 def run(
+    context: typer.Context,
     control: Annotated[str, typer.Option(metavar="SPEC", help=CONTROL_HELP)] = "legacy",
     candidate: Annotated[str, typer.Option(metavar="SPEC", help=CANDIDATE_HELP)] = "refactored",
     layout: Annotated[list[str] | None, typer.Option(help="A qkv_layout, by its exact name; may be repeated. "
@@ -156,6 +160,8 @@ def run(
     case_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds that a case may take. Default: 60 on "
                                                        "the reference engine, 300 on cudnn.")] = None,
     minutes: Annotated[float | None, typer.Option(metavar="M", help="Begin no more cases after so long.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder: run what has no "
+                                                "outcome yet. What was asked for is as it was.")] = None,
     max_crashes: Annotated[int, typer.Option(metavar="N", min=1, help="Begin no more cases after so many ended or held "
                                              "up their process.")] = 10,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the reports go. "
@@ -174,24 +180,56 @@ def run(
         if value is not None and not 0 < value < float("inf"):
             fail(f"{name}={value} is out of range; --{name} takes a number above 0")
     with clear_errors(writing=True):
-        from harness.run import RunSpec, Watcher, execute
+        from harness.execute.journal import read_journal
+        from harness.run import RunSpec, Watcher, execute, recorded
 
         spec = RunSpec(
             control, candidate, engine, layouts, lanes, cases, strength, min_coverage, seed, _check_workers(workers),
             case_timeout, minutes, max_crashes,
         )  # fmt: skip
+        events: list[dict[str, Any]] = []
+        if resume is not None:
+            with clear_errors():  # what cannot be read is the user's to put right, what cannot be written is not
+                events = read_journal(resume)
+            was = recorded(events[0])
+            _check_unchanged(context, spec, was)
+            spec = replace(
+                was, workers=spec.workers, case_timeout=case_timeout, minutes=minutes, most_crashes=max_crashes
+            )
         _stop_on_sigterm()
         console = terminal.console()
         progress = _Progress(console)
         watcher = Watcher(lambda text: console.print(text, markup=False), progress.planned, progress.ended)
         try:
-            results = execute(spec, _new_folder(out), watcher)
+            results = execute(spec, resume or _new_folder(out), watcher, resumed=events)
         finally:
             progress.close()
     from harness.report.terminal import print_results
 
     print_results(results, console)
     raise typer.Exit(int(results["exit_code"]))
+
+
+def _check_unchanged(context: typer.Context, given: RunSpec, was: RunSpec) -> None:
+    """Leave where an option is given that is not as it was in the run that is to go on."""
+    for name in (
+        "control",
+        "candidate",
+        "engine",
+        "layout",
+        "lane",
+        "cases",
+        "strength",
+        "min_coverage",
+        "seed",
+        "out",
+    ):
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        field = name + "s" if name in ("layout", "lane") else name
+        if name == "out" or getattr(given, field) != getattr(was, field):
+            fail(f"--{name.replace('_', '-')} cannot be given with --resume, unless as it was; leave it out")
 
 
 def _check_workers(workers: str) -> int | None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,20 +65,56 @@ class Watcher:
     ended: Callable[[CaseResult], None] = lambda result: None
 
 
-def execute(spec: RunSpec, folder: Path, watcher: Watcher | None = None) -> Results:
+class ResumeError(ValueError):
+    """A run that cannot go on; the message says what is not as it was and what to do."""
+
+
+def recorded(start: Mapping[str, Any]) -> RunSpec:
+    """Return what a run was asked for, given the first event of its journal."""
+    asked = start["asked"]
+    if "cases" not in asked:
+        raise ResumeError("the journal is of an earlier version, which does not say all that was asked for; run again")
+    return RunSpec(
+        start["control"]["spec"], start["candidate"]["spec"], start["engine"], asked["layouts"], asked["lanes"],
+        asked["cases"], asked["strength"], asked["min_coverage"], start["seed"],
+    )  # fmt: skip
+
+
+def execute(
+    spec: RunSpec, folder: Path, watcher: Watcher | None = None, *, resumed: Sequence[Mapping[str, Any]] = ()
+) -> Results:
     """Run control and candidate over the cases asked for, write the journal and all reports, and return the results.
 
     The subjects' code runs in worker processes alone. ``folder`` must exist and hold no run. Raises SpecError for a
     spec that names no source, WorkerError where subjects or engine cannot be loaded, JournalError and ReportError where
-    the folder cannot be written. An interrupt ends the run, and what was done is reported.
+    the folder cannot be written. An interrupt ends the run, and what was done is reported. ``resumed`` are the events
+    of a run in this folder that goes on: cases with an outcome are not run again. Raises ResumeError where the sources
+    or the harness are not those of that run.
     """
     watcher = watcher or Watcher()
     sources = resolve(spec.control), resolve(spec.candidate)
     if sources[0].text == sources[1].text:
         watcher.note("note: control and candidate are the same text; this run can show noise alone")
-    with open_pool(sources, spec.engine, spec.workers, spec.case_timeout) as pool, Journal(folder) as journal:
-        _record(spec, sources, pool, journal, folder, watcher)
+    if resumed:
+        _check_same(resumed[0], sources)
+    kept = resumed[:-1] if resumed and resumed[-1]["event"] == "end" else resumed
+    with (
+        open_pool(sources, spec.engine, spec.workers, spec.case_timeout) as pool,
+        Journal(folder, kept=[dict(event) for event in kept]) as journal,
+    ):
+        _record(spec, sources, pool, journal, folder, watcher, kept)
     return write_reports(folder)
+
+
+def _check_same(start: Mapping[str, Any], sources: tuple[Source, Source]) -> None:
+    if start["harness"] != __version__:
+        raise ResumeError(f"harness={__version__} cannot go on with a run of harness={start['harness']}; run again")
+    for side, source in zip(("control", "candidate"), sources, strict=True):
+        if source.sha256 != start[side]["sha256"]:
+            raise ResumeError(
+                f"the {side} {source.spec} has changed since the run began: sha256={source.sha256[:12]}, then "
+                f"{start[side]['sha256'][:12]}; run again"
+            )
 
 
 def open_pool(
@@ -106,7 +142,13 @@ def usable_cores() -> int:
 
 
 def _record(
-    spec: RunSpec, sources: tuple[Source, Source], pool: Pool, journal: Journal, folder: Path, watcher: Watcher
+    spec: RunSpec,
+    sources: tuple[Source, Source],
+    pool: Pool,
+    journal: Journal,
+    folder: Path,
+    watcher: Watcher,
+    known: Sequence[Mapping[str, Any]],
 ) -> None:
     begin = time.monotonic()
     engine = pool.loaded
@@ -114,7 +156,7 @@ def _record(
         spec.layouts, spec.lanes, spec.seed, engine.dtypes, strength=spec.strength,
         count=spec.cases or (None if spec.strength else CASES), stored=stored_cases(), engine=engine.name,
     )  # fmt: skip
-    journal.write({
+    start = {
         "event": "start",
         "schema": 1,
         "harness": __version__,
@@ -124,16 +166,18 @@ def _record(
         "environment": engine.environment,
         "seed": spec.seed,
         "asked": {"layouts": list(spec.layouts), "lanes": list(spec.lanes), "strength": spec.strength,
-                  "min_coverage": spec.min_coverage},
+                  "min_coverage": spec.min_coverage, "cases": spec.cases},
         "cases_asked": planned.size,
         "dtypes": list(engine.dtypes),
         "started": started(),
-    })  # fmt: skip
+    }  # fmt: skip
+    if not known:
+        journal.write(start)
     watcher.planned(planned.size)
     describe = {"control": spec.control, "candidate": spec.candidate, "engine": engine.name}
     campaign = Campaign(
         planned, pool, journal, folder, describe, watcher.ended, most_crashes=spec.most_crashes,
-        until=None if spec.minutes is None else begin + 60 * spec.minutes,
+        known=known, until=None if spec.minutes is None else begin + 60 * spec.minutes,
     )  # fmt: skip
     fault: str | None = None
     try:

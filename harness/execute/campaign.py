@@ -40,6 +40,8 @@ EXPLORED = 0.1
 RUNS, CRASHING_RUNS = 200, 12
 """How many cases are run at the most to find the smallest; each that crashes costs three processes."""
 
+Event = Mapping[str, Any]
+
 ROUNDS = 40
 BETWEEN = 200
 
@@ -158,7 +160,8 @@ class Campaign:
 
     ``folder`` takes ``failures/ID.json``; ``describe`` is what such a file says of the run (subjects and engine);
     ``ended`` is called with every result. After ``most_crashes`` crashes, or at ``until`` on the monotonic clock, no
-    more cases are begun, and ``stopped`` says why.
+    more cases are begun, and ``stopped`` says why. ``known`` are events of an earlier part of the same run: what is in
+    them is not run again.
     """
 
     plan: Plan
@@ -169,15 +172,21 @@ class Campaign:
     ended: Callable[[CaseResult], None] = lambda result: None
     most_crashes: int | None = None
     until: float | None = None
+    known: Sequence[Event] = ()
     stopped: str | None = None
     _executed: int = 0
     _crashes: int = 0
+    _known: dict[str, CaseResult] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _first: dict[tuple[str, str], tuple[Found, CaseResult]] = field(default_factory=dict)
     _rows: dict[State, list[list[int]]] = field(default_factory=lambda: {"executed": [], "raised": [], "refused": []})
 
     def run(self) -> None:
         """Run the plan: each case is in the journal as it begins and as it ends, the smallest failing ones at last."""
+        self._known = {
+            event["case_id"]: CaseResult.from_event(event) for event in self.known if event["event"] == "case"
+        }
+        shrunk = {(event["path"], event["kind"]) for event in self.known if event["event"] == "smallest"}
         self._run_many([self._item(item.case, f"stored {item.name}") for item in self.plan.stored])
         self._run_many([self._row(levels, number) for number, levels in enumerate(self.plan.rows)])
         if self.plan.rows and not self._done():
@@ -187,7 +196,8 @@ class Campaign:
         else:
             self._explore(self.plan.count - self._executed)
         for signature, (found, result) in list(self._first.items())[:SHRUNK_FAMILIES]:
-            self._shrink(signature, found, result)
+            if signature not in shrunk:
+                self._shrink(signature, found, result)
 
     def _done(self) -> bool:
         return self._stop() or (self.plan.count is not None and self._executed >= self.plan.count)
@@ -227,10 +237,14 @@ class Campaign:
             self.journal.write({**result.event(), "origin": fresh[result.case.id].origin})
             self.ended(result)
 
-        cases = [item.case for item in fresh.values()]
-        results = [
-            result for result in self.runner.run_all(cases, self._begun, ended, self._stop) if result is not None
-        ]
+        known = {name: self._known[name] for name in fresh if name in self._known}
+        for result in known.values():
+            self._crashes += result.outcome == "crash"
+            self.ended(result)
+        cases = [item.case for name, item in fresh.items() if name not in known]
+        run = self.runner.run_all(cases, self._begun, ended, self._stop) if cases else []
+        found = known | {result.case.id: result for result in run if result is not None}
+        results = [found[name] for name in fresh if name in found]
         for result in results:
             self._executed += result.outcome in EXECUTED
             for difference in result.differences[:1]:

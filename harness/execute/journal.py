@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -86,17 +86,23 @@ class Journal:
     """Write the events of one run, each as one line that is on its way to disk before ``write`` returns.
 
     ``place`` is the run's folder, which is made where it is missing, or the file itself. A journal that is already
-    there is never mixed with a new one: it raises JournalError, or is replaced where ``replace`` is true.
+    there is never mixed with a new one: it raises JournalError, or is replaced where ``replace`` is true. ``kept`` are
+    the first events of one that goes on after them, as ``read_journal`` gave them: what follows them is cut off.
     """
 
-    def __init__(self, place: str | Path, *, replace: bool = False) -> None:
+    def __init__(self, place: str | Path, *, replace: bool = False, kept: Sequence[Event] = ()) -> None:
         self.path = journal_path(place)
         self.events = 0
         self._size = 0
         self._ended = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "wb" if replace else "xb", buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "r+b" if kept else "wb" if replace else "xb", buffering=0)  # noqa: SIM115
+            if kept:
+                self.events = len(kept)
+                self._size = sum(len(line) for line in self.path.read_bytes().splitlines(keepends=True)[: len(kept)])
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
         except FileExistsError as error:
             if not self.path.exists():
                 self._cannot_write(error, "a file stands where its folder should be; choose another folder")
