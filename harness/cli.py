@@ -160,8 +160,8 @@ def run(
     case_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds that a case may take. Default: 60 on "
                                                        "the reference engine, 300 on cudnn.")] = None,
     minutes: Annotated[float | None, typer.Option(metavar="M", help="Begin no more cases after so long.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder: run what has no "
-                                                "outcome yet. What was asked for is as it was.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder: run what "
+                                                "has no outcome yet. What was asked for is as it was.")] = None,
     max_crashes: Annotated[int, typer.Option(metavar="N", min=1, help="Begin no more cases after so many ended or held "
                                              "up their process.")] = 10,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the reports go. "

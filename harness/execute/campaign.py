@@ -291,7 +291,7 @@ class Campaign:
 
     def _explore(self, left: int) -> None:
         """Run drawn cases, evenly from the layouts, until so many are executed or no more can be."""
-        size = min(max(2 * left // len(self.plan.layouts), 2 * HOPELESS), DRAWN)
+        size = min(max(left // len(self.plan.layouts) + 2, HOPELESS), DRAWN)
         drawn = {layout: self._draw(layout, size) for layout in self.plan.layouts}
         tried = dict.fromkeys(drawn, 0)
         executed = dict.fromkeys(drawn, 0)

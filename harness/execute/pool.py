@@ -15,8 +15,10 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -114,8 +116,6 @@ class _Worker:
     used: bool = False
     job: _Job | None = None
     serial: int = 0
-    side: str = "harness"
-    stage: str = ""
 
 
 Outcome = Death | CaseResult | None
@@ -253,7 +253,8 @@ class Pool:
         ours, theirs = self._context.Pipe()
         setup = Setup(*self._sources, self._engine, self._folder / str(number), next(self._variables))
         process = self._context.Process(target=worker.main, args=(theirs, setup), name=f"worker {number}")
-        process.start()
+        with _main_left_out():
+            process.start()
         theirs.close()
         self._workers.append(one := _Worker(process, ours, setup.folder, time.monotonic()))
         return one
@@ -289,9 +290,7 @@ class Pool:
         try:
             while one.connection.poll():
                 said = json.loads(one.connection.recv_bytes())
-                if said["is"] == "at":
-                    one.side, one.stage = said["side"], said["stage"]
-                elif said["is"] == "loaded":
+                if said["is"] == "loaded":
                     one.loaded, self._stillborn = True, 0
                     self.loaded = Loaded(said["name"], tuple(said["dtypes"]), said["environment"])
                 elif said["is"] == "unloaded":
@@ -324,7 +323,8 @@ class Pool:
         self._end(one)
         how = hung or _ending(code)
         words = _stack(one.folder / "stack") or _tail(one.folder / "stderr")
-        return Death(one.side, one.stage, how, words, hung is not None)
+        side, _, stage = (_tail(one.folder / worker.WHERE) or "harness").partition(" ")
+        return Death(side, stage, how, words, hung is not None)
 
     def _lost(self, one: _Worker, death: Outcome) -> None:
         """Note that a worker died which had no case: at the first one, or at the third in a row, give up."""
@@ -341,6 +341,17 @@ class Pool:
         one.connection.close()
         one.process.close()
         self._workers.remove(one)
+
+
+@contextlib.contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Have a process that starts in the block not run this one's main script again, as multiprocessing would."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _inquire(job: _Job, outcome: Outcome) -> tuple[Iterable[_Job], CaseResult | None]:

@@ -1,4 +1,4 @@
-"""A process of its own for subjects: it loads them, runs one case at a time, and tells over a pipe how far it is.
+"""A process of its own for subjects: it loads them, runs one case at a time, and notes in a file how far it is.
 
 What comes back is JSON, so that nothing a subject made is ever built again in the process that judges.
 """
@@ -31,6 +31,9 @@ SIDES: tuple[Side, ...] = ("control", "candidate")
 Task = Literal["pair", "control", "candidate"]
 """What a worker is asked to do with a case: run it on both sides and judge it, or run one side and see if it lives."""
 
+WHERE, WIDTH = "where", 64
+"""The file in a worker's folder that says whose code runs and in which stage, and how many bytes that takes."""
+
 DEVICE_LOST = 77
 """The exit status of a worker whose device works no more."""
 
@@ -56,11 +59,14 @@ class Setup:
 
 
 class _Turn:
-    """Keeps whose code runs, and tells it; after each side's it sees that the device still works."""
+    """Notes whose code runs, and in which stage; after each side's it sees that the device still works.
 
-    def __init__(self, wire: Wire, folder: Path) -> None:
-        self._wire = wire
+    The note is a file, which outlives the process and wakes nobody.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._note = os.open(folder / WHERE, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._side = "harness"
         self.on_gpu = False
 
@@ -68,11 +74,12 @@ class _Turn:
         if self.on_gpu and side != self._side != "harness":
             self._check_device()
         self._side = side
-        self._wire.at(side, "" if side == "harness" else "load")
+        self.step("" if side == "harness" else "load")
 
     def step(self, stage: str) -> None:
-        """Tell that a stage of the side begins whose code runs."""
-        self._wire.at(self._side, stage)
+        """Note that a stage of the side begins whose code runs."""
+        with contextlib.suppress(OSError):  # a subject may have closed it: then the last note stays
+            os.pwrite(self._note, f"{self._side} {stage}".ljust(WIDTH)[:WIDTH].encode(), 0)
 
     def _check_device(self) -> None:
         """End the process where the device does: nothing that runs here afterwards would be the next one's doing."""
@@ -91,19 +98,12 @@ class Wire:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._owner = os.getpid()
-        self._last: tuple[str, str] = ("", "")
 
     def say(self, what: str, **fields: Any) -> None:
         """Send one message; a forked copy of the process ends here."""
         if os.getpid() != self._owner:
             os._exit(0)
         self._connection.send_bytes(json.dumps({"is": what} | fields).encode())
-
-    def at(self, side: str, stage: str) -> None:
-        """Tell whose code runs from here on, and in which stage, unless that was the last thing told."""
-        if (side, stage) != self._last:
-            self._last = side, stage
-            self.say("at", side=side, stage=stage)
 
     def receive(self) -> Any:
         """Return the next command."""
@@ -117,7 +117,7 @@ def main(connection: Connection, setup: Setup) -> None:
     from harness.observe import printed, session
 
     printed.keep_in(setup.folder)
-    turn = _Turn(wire, setup.folder)
+    turn = _Turn(setup.folder)
     session.on_step = turn.step
     try:
         pair = _load(setup, turn)
