@@ -88,9 +88,9 @@ def _slice(text: str, file: str, name: str, seam_names: frozenset[str], also: It
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise SliceError(f"{file}{line}: not valid Python: {reason}") from error
-    raised = next((node for node in tree.body if isinstance(node, ast.Raise)), None)
-    if raised is not None:
-        raise SliceError(f"{file}, line {raised.lineno}: the module raises when it is imported")
+    ending = _ending(tree.body)
+    if ending is not None:
+        raise SliceError(f"{file}, line {ending.lineno}: the module raises when it is imported")
     definitions, imports, blocks = _bindings(tree.body)
     if not any(isinstance(node, ast.ClassDef) for node in definitions.get(name, ())):
         classes = sorted(key for key, nodes in definitions.items() if any(isinstance(n, ast.ClassDef) for n in nodes))
@@ -132,6 +132,41 @@ def _slice(text: str, file: str, name: str, seam_names: frozenset[str], also: It
     taken = {local for local, imported in imports.items() if _seam_name(local, imported, seam_names) is not None}
     module = ast.Module(body=[*future, *_keep(tree.body, reached, taken)], type_ignores=[])
     return Slice(module, bound, tuple(real.values()), tuple(foreign.values()), tuple(sorted(names)))
+
+
+EXITS = frozenset({"exit", "quit", "sys.exit", "os._exit", "os.abort"})
+
+
+def _ending(body: Iterable[ast.stmt]) -> ast.stmt | None:
+    """Return a statement that is sure to end the import of a module with this body; None where none is.
+
+    Only what its text alone settles counts: ``raise`` and calls that exit, also below a test of a constant.
+    """
+    for node in body:
+        found: ast.stmt | None = None
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Assert) and _constant(node.test) is False):
+            found = node
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found = node if ast.unparse(node.value.func) in EXITS else None
+        elif isinstance(node, (ast.If, ast.While)) and (settled := _constant(node.test)) is not None:
+            found = _ending(node.body if settled else node.orelse)
+        elif isinstance(node, ast.With):
+            found = _ending(node.body)
+        elif isinstance(node, ast.Try):
+            found = (None if node.handlers else _ending(node.body)) or _ending(node.finalbody)
+        elif isinstance(node, ast.If) and node.orelse:
+            found = _ending(node.body) if _ending(node.orelse) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _constant(test: ast.expr) -> bool | None:
+    """Return whether a test of constants holds; None where more than its text decides."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _constant(test.operand)
+        return None if inner is None else not inner
+    return bool(test.value) if isinstance(test, ast.Constant) else None
 
 
 def _seam_name(local: str, imported: Import | None, seam: frozenset[str]) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import faulty
 
+from harness.execute.journal import read_journal
 from harness.subjects.source import resolve
 
 RUN = ("run", "--engine", "reference", "--layout", "bshd_bshd_bshd", "--lane", "plain", "--cases", "4", "-n", "1")
@@ -75,6 +76,21 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_exit_2(tmp_path: Path) 
     assert done.returncode == 2
     assert b"cannot be written" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the size of files stands for a full disk")
+def test_a_full_disk_ends_the_run_with_exit_4_and_a_journal_that_can_be_read(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000));"
+        "from harness.cli import main; sys.argv[0] = 'harness'; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *RUN[:-4], "--cases", "40", "--out", "out"], cwd=tmp_path,
+                          capture_output=True, timeout=120)  # fmt: skip
+    assert done.returncode == 4
+    assert b"cannot write the journal" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert len(read_journal(tmp_path / "out")) > 5
 
 
 @contextmanager

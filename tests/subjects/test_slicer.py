@@ -283,3 +283,42 @@ def test_what_changes_a_reached_object_at_top_level_is_run(patch: str) -> None:
 def test_a_module_that_raises_when_it_is_imported_is_refused_with_the_line() -> None:
     with pytest.raises(SliceError, match=r"line \d+: the module raises when it is imported"):
         sliced(user("1") + "\nraise RuntimeError('old')\n")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise ImportError",
+        "if True:\n    raise ImportError",
+        "if not 0:\n    pass\n    raise ImportError",
+        "if False:\n    pass\nelse:\n    raise ImportError",
+        "while 1:\n    raise ImportError",
+        "with open('x'):\n    raise ImportError",
+        "try:\n    raise ImportError\nfinally:\n    pass",
+        "try:\n    pass\nfinally:\n    raise ImportError",
+        "if UNKNOWN:\n    raise ImportError\nelse:\n    raise ValueError",
+        "assert False",
+        "import sys\nsys.exit()",
+        "exit(0)",
+        "import os\nos._exit(0)",
+    ],
+)
+def test_a_file_whose_import_is_sure_to_fail_is_refused(end: str) -> None:
+    for text in (f"{USES.format(1)}\n{end}\n", f"{end}\n{USES.format(1)}"):
+        with pytest.raises(SliceError, match=r"mine\.py, line \d+: the module raises when it is imported"):
+            sliced(text)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "if False:\n    raise ImportError",
+        "if UNKNOWN:\n    raise ImportError",
+        "try:\n    raise ImportError\nexcept ImportError:\n    pass",
+        "def later():\n    raise ImportError",
+        "if UNKNOWN:\n    raise ImportError\nelse:\n    pass",
+        "assert UNKNOWN",
+    ],
+)
+def test_a_file_whose_import_may_succeed_is_taken(end: str) -> None:
+    assert run(f"{USES.format(1)}\n{end}\n") == 1
