@@ -136,7 +136,7 @@ def test_a_run_without_a_number_runs_stored_cases_then_a_covering_set_that_leave
     assert result.exit_code == 0
     found = results(tmp_path / "out")
     assert found["asked"] == {
-        "layouts": ["sbh3d", "bs3hd"], "lanes": ["debug-prints"], "strength": 2, "min_coverage": None,
+        "layouts": ["sbh3d", "bs3hd"], "lanes": ["debug-prints"], "cases": None, "strength": 2, "min_coverage": None,
     }  # fmt: skip
     covering = found["origins"]["covering"]
     assert found["origins"]["explored"] == round(0.1 * covering) > 0
